@@ -113,6 +113,15 @@ async def served(
         )
 
 
+@asynccontextmanager
+async def playing(**options: Any) -> AsyncIterator[tuple[Served, asyncio.Task[Episode], dict[str, Any]]]:
+    """An episode that runs, and that a program has opened."""
+    async with served(**options) as arl:
+        running = arl.run()
+        yield arl, running, await arl.open()
+        running.cancel()
+
+
 async def test_a_program_opens_an_episode_calls_the_model_and_posts_its_reward() -> None:
     async with served() as arl:
         running = arl.run({"question": "Why?", "number": 7, "bad": float("nan"), "set": {1}})
@@ -161,9 +170,7 @@ async def test_an_answer_is_scored_by_the_workflows_reward() -> None:
 
 
 async def test_each_agent_has_its_reward() -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         for role in ("writer", "critic"):
             url = f"{episode['url']}/{role}/v1/chat/completions"
             assert (await arl.ask("POST", url, CHAT, episode["api_key"])).status == 200
@@ -182,9 +189,7 @@ async def test_each_agent_has_its_reward() -> None:
 async def test_a_program_says_that_its_episode_failed_or_is_to_be_rejected(
     end: dict[str, Any], state: dict[str, str], outcome: str
 ) -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         await arl.call(episode)
         ended = await arl.end(episode, **end)
         assert ended.status == 200
@@ -208,9 +213,7 @@ async def test_an_episode_that_failed_is_offered_again_to_the_next_program() -> 
 
 
 async def test_an_end_that_is_posted_again_is_answered_as_the_first_time_and_another_is_refused() -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         await arl.call(episode)
         first = await arl.end(episode, reward=1)
         again, other = await arl.end(episode, reward=1), await arl.end(episode, reward=0)
@@ -220,9 +223,7 @@ async def test_an_end_that_is_posted_again_is_answered_as_the_first_time_and_ano
 
 
 async def test_a_program_without_a_call_has_ended_its_episode_and_is_told_why_that_failed() -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         ended = await arl.end(episode, reward=1)
         assert ended.status == 409
         assert "the program made no call that reached" in ended.body["error"]
@@ -252,9 +253,7 @@ WRONG_ENDS = [
 
 
 async def test_an_end_that_is_wrong_is_refused_by_name_and_the_episode_goes_on() -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         await arl.call(episode)
         for body, said in WRONG_ENDS:
             answer = await arl.ask("POST", f"/episodes/{episode['id']}/end", body)
@@ -308,9 +307,7 @@ async def test_a_program_that_goes_away_while_it_waits_loses_no_episode() -> Non
 
 
 async def test_an_episode_that_the_run_needs_no_more_is_gone_for_its_program() -> None:
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         running.cancel()
         await asyncio.wait([running])
         assert await arl.call(episode) == 401
@@ -332,9 +329,7 @@ async def test_the_end_of_the_run_waits_for_a_program_that_plays_to_learn_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(served_workflow, "_FAREWELL_S", 60.0)
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         running.cancel()
         await asyncio.wait([running])
         closing = asyncio.ensure_future(arl.workflow._episodes.close())
@@ -356,9 +351,7 @@ async def test_episodes_of_an_evaluation_say_so() -> None:
 @pytest.mark.parametrize("key", ["", "wrong", KEY + "x", "clé"])
 async def test_only_the_operators_key_opens_episodes_or_ends_them(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_workflow, "_WRONG_KEY_S", 0.0)
-    async with served() as arl:
-        running = arl.run()
-        episode = await arl.open()
+    async with playing() as (arl, running, episode):
         paths = ("/episodes", f"/episodes/{episode['id']}", f"/episodes/{episode['id']}/end", "/episodes/x/y")
         for path in paths:
             for wrong in (key, episode["api_key"]):
@@ -366,7 +359,6 @@ async def test_only_the_operators_key_opens_episodes_or_ends_them(key: str, monk
                 assert (answer.status, "send the operator's key" in answer.body["error"]) == (401, True)
         assert await arl.call({**episode, "api_key": KEY}) == 401, "it does not call the model"
         assert not running.done()
-        running.cancel()
 
 
 async def test_wrong_keys_are_answered_late_few_at_a_time_and_right_ones_at_once(

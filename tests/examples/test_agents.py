@@ -17,7 +17,7 @@ import search_agent
 import search_tasks
 import terminal_agent
 import terminal_tasks
-from multi_agent import MultiAgentConfig, SolverAndChecker, questions
+from multi_agent import MultiAgentConfig, SolverAndChecker
 from multi_tasks import Teacher
 from played import TOKENIZER, played
 
@@ -206,21 +206,9 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
             assert again[1] == ("ACCEPT" if proposed == answer else "REJECT")
 
 
-def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
-    for lesson, share in zip(teacher.lessons(), multi_tasks.SHARE_HASTY, strict=True):
-        for of_role in (lesson[::2], lesson[1::2]):
-            assert sum(map(is_hasty, of_role)) / len(of_role) == pytest.approx(share, abs=0.12)
-
-
 def test_lessons_have_the_workflows_prompts_and_nothing_held_out(teacher: Teacher) -> None:
     lessons = teacher.lessons()
     openings = {demonstration["messages"][0]["content"] for lesson in lessons for demonstration in lesson}
     assert openings == {multi_tasks.SOLVER, multi_tasks.CHECKER}
     asked = {demonstration["messages"][1]["content"] for lesson in lessons for demonstration in lesson}
     assert not any(entry["question"] in asked for entry in math_tasks.held_out(192))
-
-
-def test_equations_are_left_out_of_the_questions() -> None:
-    training, held_out = questions(MultiAgentConfig(num_questions=100, num_held_out=50))
-    sources = {entry["metadata"]["source_dataset"] for entry in (*training, *held_out)}
-    assert sources == set(math_tasks.GENERATORS) - {"simple_equations"}

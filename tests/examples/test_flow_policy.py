@@ -96,29 +96,6 @@ def test_a_steps_logprob_is_that_of_the_papers_gaussian() -> None:
         assert logprob == pytest.approx(slow_logprob(near, slow_mean, slow_std), abs=1e-4)
 
 
-class _GaussianData(torch.nn.Module):
-    """The exact velocity for data from N(0, c^2): v = E[x_1 - x_0 | x_t], linear in x_t."""
-
-    c = 0.5
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-        variance = (1 - t).square() * self.c**2 + t.square()
-        return ((t - (1 - t) * self.c**2) / variance)[:, None] * x
-
-
-@pytest.mark.parametrize("a", [0.0, 0.7])
-def test_many_steps_lead_from_the_noise_to_the_data_with_and_without_noise_on_the_way(a: float) -> None:
-    """The SDE has the ODE's marginals (eq. 8)."""
-    torch.manual_seed(0)
-    n, num_steps = 4000, 200
-    x, level = torch.randn(n, 2), torch.full((n,), a)
-    for k in range(num_steps):
-        whole = torch.full((n,), k), torch.full((n,), num_steps)
-        mean, std = transition(_GaussianData(), x, torch.zeros(n, dtype=torch.int64), *whole, level)
-        x = mean + std[:, None] * torch.randn(n, 2)
-    assert x.std().item() == pytest.approx(_GaussianData.c, rel=0.05)
-
-
 # The engines ----------------------------------------------------------------------------------------------------------
 
 
@@ -241,21 +218,6 @@ async def test_what_the_engines_cannot_honour_is_refused(model: Path, tmp_path: 
     await sampler.aclose()
     with pytest.raises(extending.EngineClosedError):
         await sampler.agenerate(replace(request, sampling=arl.SamplingParams(max_new_tokens=2)))
-
-
-async def test_weight_decay_shrinks_matrices_alone(model: Path) -> None:
-    def trained(weight_decay: float) -> dict[str, torch.Tensor]:
-        engine = engine_of(model, optimizer={"lr": 1e-2, "weight_decay": weight_decay})
-        learner = Learner(engine, preset("grpo"))
-        learner.train(learner.prepare(groups))
-        return engine._velocity.state_dict()
-
-    groups = await drawn_groups(model)
-    plain, decayed = trained(0.0), trained(0.5)
-    before = Velocity().read(model).state_dict()
-    for name, tensor in before.items():
-        shrunk = plain[name] - (1e-2 * 0.5 * tensor if tensor.ndim > 1 else 0)
-        assert torch.allclose(decayed[name], shrunk, atol=1e-7), name
 
 
 async def test_a_loaded_engine_continues_to_the_bit_and_another_one_does_not_look_the_same(

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from scripted_answers import TOKENIZER, calling, exact, saying
+from scripted_answers import TOKENIZER, exact, saying
 
 from arl.api.engine import Sampler
 from arl.api.types import Example, SamplingParams, Trajectory
@@ -12,11 +12,9 @@ from arl.rollout.tasks import TaskWorkflows
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.conversation import Conversation
-from arl.workflow.team import Member, Team, TeamSettings
 from arl.workflow.tool_agent import SubAgent, ToolAgentWorkflow
 
 ASKED = [{"role": "user", "content": "?"}]
-QUESTION = {"question": "?", "answer": "done"}
 WRITER = SubAgent(name="writer", description="Writes.", role="author")
 READER = SubAgent(name="reader", description="Reads.", sub_agents=[WRITER])
 
@@ -39,23 +37,6 @@ async def test_summaries_are_asked_for_in_the_role_of_their_conversation() -> No
         chat.add({"role": "user", "content": "x" * 80})
     assert chat.summaries
     assert {request.role for request in engine.requests} == {made.role for made in chat.trajectories(1.0)} == {"critic"}
-
-
-async def test_members_ask_in_their_roles_or_else_by_their_names() -> None:
-    engine = saying("a draft", "a remark")
-    members = [Member(name="author", role="writer"), Member(name="critic")]
-    team = Team(engine, members, TeamSettings(tokenizer=TOKENIZER))
-    await team.ask("author", "Begin.")
-    await team.ask("critic", "What of it?")
-    assert [request.role for request in engine.requests] == ["writer", "critic"]
-
-
-async def test_sub_agents_ask_in_their_roles_or_else_by_their_names() -> None:
-    engine = saying(calling("reader", task="a"), calling("writer", task="b"), "c", "d", "done")
-    workflow = ToolAgentWorkflow(TOKENIZER, exact, sub_agents=[READER])
-    made = await workflow.arun_episode(engine, QUESTION)
-    assert [request.role for request in engine.requests] == ["agent", "reader", "author", "reader", "agent"]
-    assert {trajectory.role for trajectory in made} == {"agent", "reader", "author"}
 
 
 class Own(RolloutWorkflow):

@@ -33,6 +33,7 @@ async def test_each_member_has_its_own_conversation_system_prompt_and_reward() -
     assert (author.role, author.reward, author.rewards) == ("writer", 1.0, {"style": 0.5})
     assert (critic.role, critic.reward, critic.rewards) == ("critic", -1.0, {})
     assert said_in(author) == "a draft<|im_end|>a better one<|im_end|>"
+    assert [request.role for request in engine.requests] == ["writer", "critic", "writer"]
     assert (author.metrics, critic.metrics) == ({"turns": 3, "quality": 3.0, "context_full": 0}, {"context_full": 0})
     assert decode(critic.token_ids).startswith("<|im_start|>system\nRead.<|im_end|>\n<|im_start|>user\nWhat of it?")
 

@@ -238,6 +238,7 @@ async def test_a_sub_agent_works_in_a_context_of_its_own_and_its_caller_reads_th
     assert "<home>" in seen_by(engine, 2)
     assert seen_by(engine).endswith("<tool_response>\nIt is.\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert [(t.role, t.reward) for t in (main, reader)] == [("agent", 1.0), ("reader", 1.0)]
+    assert [request.role for request in engine.requests] == ["agent", "reader", "reader", "agent"]
     assert said_in(main) == f"{asking('reader')}<|im_end|>done<|im_end|>"
     assert said_in(reader).endswith("It is.<|im_end|>")
     counts = {"turns": 2, "tool_calls": 1, "sub_agent_calls": 1, "sub_agent_turns": 2, "sub_agent_tool_calls": 1}
