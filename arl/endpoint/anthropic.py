@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -200,17 +200,25 @@ class MessagesWire:
     call: ChatCall
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-        answer = answers[0]
-        text, is_stopped = answer.turn.text, answer.spoken.finish_reason == "stop"
+        answer, spoken = answers[0], answers[0].spoken
+        content: list[dict[str, Any]] = []
+        if spoken.reasoning and self.asked.thinking.type != "disabled":
+            content.append({"type": "thinking", "thinking": spoken.reasoning, "signature": ""})
+        if spoken.content or not spoken.tool_calls:
+            content.append({"type": "text", "text": spoken.content})
+        for call in spoken.tool_calls:
+            given = json.loads(call.arguments)
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        text, is_stopped = answer.turn.text, spoken.finish_reason == "stop"
         stops = [(text.find(stop), stop) for stop in self.call.sampling.stop if is_stopped and stop in text]
         stop_sequence = min(stops)[1] if stops else None
-        reason = "stop_sequence" if stop_sequence else _STOP_REASONS[answer.spoken.finish_reason]
+        reason = "stop_sequence" if stop_sequence else _STOP_REASONS[spoken.finish_reason]
         return {
             "id": f"msg_{new_id()}",
             "type": "message",
             "role": "assistant",
             "model": self.asked.model,
-            "content": list(self._blocks(answer)),
+            "content": content,
             "stop_reason": reason,
             "stop_sequence": stop_sequence,
             "usage": {
@@ -221,15 +229,6 @@ class MessagesWire:
             },
         }
 
-    def _blocks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
-        spoken = answer.spoken
-        if spoken.reasoning and self.asked.thinking.type != "disabled":
-            yield {"type": "thinking", "thinking": spoken.reasoning, "signature": ""}
-        if spoken.content or not spoken.tool_calls:
-            yield {"type": "text", "text": spoken.content}
-        for call in spoken.tool_calls:
-            yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         message = self.whole(answers)
         ending = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
@@ -238,26 +237,21 @@ class MessagesWire:
         yield _event("message_start", message=begun)
         yield _event("ping")
         for index, block in enumerate(message["content"]):
-            opened, deltas = _opened(block)
-            yield _event("content_block_start", index=index, content_block=opened)
+            match block:
+                case {"type": "text", "text": text}:
+                    opened, deltas = {"text": ""}, [{"type": "text_delta", "text": text}]
+                case {"type": "thinking", "thinking": thinking}:
+                    thought = {"type": "thinking_delta", "thinking": thinking}
+                    opened, deltas = {"thinking": ""}, [thought, {"type": "signature_delta", "signature": ""}]
+                case _:
+                    text = json.dumps(block["input"], ensure_ascii=False)
+                    opened, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+            yield _event("content_block_start", index=index, content_block={**block, **opened})
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=ending, usage=message["usage"])
         yield _event("message_stop")
-
-
-def _opened(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The empty block that opens a stream, and the deltas that fill it."""
-    match block["type"]:
-        case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case "thinking":
-            thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-            return {**block, "thinking": ""}, [thought, {"type": "signature_delta", "signature": ""}]
-        case _:
-            given = json.dumps(block["input"], ensure_ascii=False)
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": given}]
 
 
 def _event(kind: str, **fields: Any) -> str:
