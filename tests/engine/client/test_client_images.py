@@ -42,20 +42,8 @@ def expanded(answer: dict[str, Any]) -> None:
     answer["prompt_token_ids"] = IDS
 
 
-async def test_sglang_gets_each_image_with_one_placeholder_and_is_asked_for_the_prompt(
-    server: Server, model: ServedModel
-) -> None:
-    server.distortions.append(expanded)
-    async with over(server, model=model) as engine:
-        await engine.agenerate(seeing())
-    (sent,) = server.requests
-    assert sent["input_ids"] == CONTRACTED
-    assert sent["image_data"] == [ONE.data_url, OTHER.data_url]
-    assert sent["return_prompt_token_ids"] is True
-
-
 @pytest.mark.parametrize("is_embedded", [False, True])
-async def test_stock_servers_get_images_that_they_need_not_scale(
+async def test_stock_servers_get_images_that_they_need_not_scale_with_one_placeholder_each(
     server: Server, model: ServedModel, is_embedded: bool
 ) -> None:
     server.info |= {"frames": 0} if is_embedded else {}
@@ -65,7 +53,10 @@ async def test_stock_servers_get_images_that_they_need_not_scale(
         await engine.agenerate(seeing(images=images))
     processor = ImageProcessor(model.name)
     shown = [placed.image if is_embedded else processor.scaled(placed.image) for placed in images]
-    assert server.requests[0]["image_data"] == [image.data_url for image in shown]
+    (sent,) = server.requests
+    assert sent["image_data"] == [image.data_url for image in shown]
+    assert sent["input_ids"] == (IDS if is_embedded else CONTRACTED)
+    assert sent.get("return_prompt_token_ids") is (None if is_embedded else True)
 
 
 async def test_a_caller_that_gives_up_leaves_others_their_images(model: ServedModel) -> None:

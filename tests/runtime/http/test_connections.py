@@ -282,19 +282,7 @@ def test_a_head_is_one_line_for_each_header() -> None:
             request_head("GET", URL("http://a/"), headers, key)
 
 
-async def test_closing_ends_requests_under_way_and_later_ones() -> None:
-    connections = Connections()
-    async with raw([b""], connections=connections) as (server, client):
-        asked = asyncio.ensure_future(client.ask("/", {}))
-        await server.asked.wait()
-        await connections.aclose()
-        with pytest.raises(ServerFailedError, match="closed the connection"):
-            await asked
-        with pytest.raises(RuntimeError, match="connections are closed"):
-            await client.ask("/", {})
-
-
-async def test_closing_ends_a_get_on_a_kept_connection_and_one_that_is_connecting() -> None:
+async def test_closing_ends_requests_under_way_those_that_are_connecting_and_later_ones() -> None:
     connections = Connections()
     async with raw([OK, b""], connections=connections) as (server, client):
         await client.ask("/")
@@ -307,6 +295,8 @@ async def test_closing_ends_a_get_on_a_kept_connection_and_one_that_is_connectin
         for ended in (asked, connecting):
             with pytest.raises(ServerFailedError, match="closed"):
                 await ended
+        with pytest.raises(RuntimeError, match="connections are closed"):
+            await client.ask("/", {})
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
