@@ -55,6 +55,10 @@ class Sets:
         arrays = (self.index, self.sizes, self.lists_excluded, self.ids, self.starts)
         return sum(array.nbytes for array in arrays)
 
+    def listed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(the number of its set, the id) of everything that sets list."""
+        return np.repeat(np.arange(len(self.sizes), dtype=np.int64), self.sizes), self.ids.astype(np.int64)
+
     def listed_by(self, chosen: Numbers) -> npt.NDArray[np.int32]:
         """The ids that these sets list, set after set."""
         sizes = self.sizes[chosen].astype(np.int64)
@@ -121,8 +125,11 @@ def unpack(data: bytes) -> Sets:
     if int(is_long.sum()) != num_long or (sizes < 0).any() or int(sizes.sum(dtype=np.int64)) != num_ids:
         raise ValueError(f"kept ids contradict themselves: {num_sets} sets do not have {num_ids} ids")
     gaps[is_long] += _from_planes(rest)
-    ids = _from_gaps(gaps, sizes, _from_planes(names))
-    return Sets(_from_steps(_from_planes(steps)), sizes, marks != 0, ids)
+    steps = _from_planes(steps)
+    is_new = steps == 0
+    num_before = is_new.cumsum() - is_new
+    index = np.where(is_new, num_before, np.where(steps == 1, -1, num_before - steps + 1)).astype(np.int32)
+    return Sets(index, sizes, marks != 0, _from_gaps(gaps, sizes, _from_planes(names)))
 
 
 def _by_first_use(sets: Sets) -> Sets:
@@ -145,12 +152,6 @@ def _steps(index: Numbers) -> Numbers:
     counted back from the last."""
     num_before = np.maximum.accumulate(np.append(-1, index[:-1])) + 1 if len(index) else index
     return np.where(index < 0, 1, np.where(index == num_before, 0, num_before - index + 1))
-
-
-def _from_steps(steps: Numbers) -> Numbers:
-    is_new = steps == 0
-    num_before = is_new.cumsum() - is_new
-    return np.where(is_new, num_before, np.where(steps == 1, -1, num_before - steps + 1)).astype(np.int32)
 
 
 def _renamed(ids: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
@@ -256,14 +257,14 @@ class KeptIds:
 
     def listed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(the number of its set, the id) of everything that sets list."""
-        return _listed(self._unpacked())
+        return self._unpacked().listed()
 
     def allows(self, token_ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """bool[T]: whether each of these ids, one for each token, is in the token's set."""
         sets = self._unpacked()
         is_free = sets.index < 0
         wanted = (sets.index.astype(np.int64) << 32) | token_ids
-        of_sets, ids = _listed(sets)
+        of_sets, ids = sets.listed()
         keys = (of_sets << 32) | ids
         places = np.searchsorted(keys, wanted)
         is_listed = np.zeros(len(self), np.bool_)
@@ -276,7 +277,7 @@ class KeptIds:
         """bool[T, vocab_size]: which ids each token was sampled among."""
         sets = self._unpacked()
         of_sets = np.repeat(sets.lists_excluded[:, None], vocab_size, axis=1)
-        of_sets[_listed(sets)] ^= True
+        of_sets[sets.listed()] ^= True
         return np.concatenate((of_sets, np.ones((1, vocab_size), np.bool_)))[sets.index]
 
     def lists(self, vocab_size: int) -> list[list[int]]:
@@ -370,10 +371,6 @@ def _checked(sets: Sets) -> Sets:
     return sets
 
 
-def _listed(sets: Sets) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    return np.repeat(np.arange(len(sets.sizes), dtype=np.int64), sets.sizes), sets.ids.astype(np.int64)
-
-
 def _set_of_each(sets: Sets) -> list[tuple[bool, bytes] | None]:
     parts = np.split(sets.ids, sets.starts[1:-1])
     known = [(bool(mark), part.tobytes()) for mark, part in zip(sets.lists_excluded, parts, strict=False)]
@@ -405,10 +402,13 @@ class SetTable:
         key."""
         if key not in self._numbers:
             assert ids is not None
-            size = self._vocab_size
             self._numbers[key] = len(self._sets)
-            is_long = size is not None and 2 * len(ids) > size
-            self._sets.append(_others(ids, size) if is_long and size is not None else ids)
+            is_long = self._vocab_size is not None and 2 * len(ids) > self._vocab_size
+            if is_long:
+                is_other = np.ones(self._vocab_size or 0, np.bool_)
+                is_other[ids] = False
+                ids = is_other.nonzero()[0].astype(np.int32)
+            self._sets.append(ids)
             self._marks.append(is_long)
         self._index.append(self._numbers[key])
 
@@ -419,10 +419,3 @@ class SetTable:
             lists_excluded=np.array(self._marks, np.bool_),
             ids=np.concatenate((np.zeros(0, np.int32), *self._sets)),
         )
-
-
-def _others(ids: Ids, vocab_size: int) -> Ids:
-    """The ids below vocab_size that are not these."""
-    is_other = np.ones(vocab_size, np.bool_)
-    is_other[ids] = False
-    return is_other.nonzero()[0].astype(np.int32)
