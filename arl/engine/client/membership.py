@@ -347,7 +347,19 @@ class Roster:
 
     def _state(self) -> ServersState:
         watched, epoch = self._watched, time.time() - _now()
-        rows = [self._row(server, epoch) for server in self._pool.servers]
+        rows = [
+            ServerRow(
+                address=server.address,
+                state=server.state,
+                version=server.version,
+                requests=len(server.attempts),
+                since=epoch + server.since,
+                why="" if server.is_in_service else server.why,
+                stays=self._failures[server.address].why if server.address in self._failures else "",
+                mirror=(self._files.mirrors or {}).get(server.address),
+            )
+            for server in self._pool.servers
+        ]
         there = {row.address for row in rows}
         rows += [
             ServerRow(address=address, state="absent", since=epoch + failure.since, why=failure.why)
@@ -362,19 +374,6 @@ class Roster:
             settled_ns=watched.settled_ns if watched else 0,
             problem=watched.problem if watched else "",
             servers=tuple(rows),
-        )
-
-    def _row(self, server: Server, epoch: float) -> ServerRow:
-        failure = self._failures.get(server.address)
-        return ServerRow(
-            address=server.address,
-            state=server.state,
-            version=server.version,
-            requests=len(server.attempts),
-            since=epoch + server.since,
-            why="" if server.is_in_service else server.why,
-            stays=failure.why if failure else "",
-            mirror=(self._files.mirrors or {}).get(server.address),
         )
 
 

@@ -229,7 +229,14 @@ class SGLangClient(ServerClient):
     async def release_memory(self) -> None:
         """Stock SGLang ends itself if it is told to while a batch runs. Its label says what follows, before it does."""
         if not self.is_embedded:
-            await self._until_idle()
+            while True:
+                try:
+                    await self.call("POST", "/flush_cache")  # which it does once it runs nothing
+                    break
+                except (ServerFailedError, NoSuchPathError):
+                    raise
+                except ServerError:
+                    await asyncio.sleep(_IDLE_POLL_S)
             await self._label(RELEASED)
         await self.call("POST", "/release_memory_occupation", _MEMORY)
 
@@ -237,18 +244,6 @@ class SGLangClient(ServerClient):
         await self.call("POST", "/resume_memory_occupation", _MEMORY)
         if not self.is_embedded:  # what it holds is nothing yet; and a second call would end it
             await self._label(MIXTURE)
-
-    async def _until_idle(self) -> None:
-        """Its caches can be flushed once it runs nothing."""
-        while True:
-            try:
-                await self.call("POST", "/flush_cache")
-            except (ServerFailedError, NoSuchPathError):
-                raise
-            except ServerError:  # refused, as it runs something
-                await asyncio.sleep(_IDLE_POLL_S)
-            else:
-                return
 
     async def _label(self, label: str) -> None:
         await self._do("update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -326,10 +321,13 @@ class SGLangClient(ServerClient):
         self.num_ranks = int(settings.get("tp_size") or 1)
         self.takes_frames = info.get("frames") == FORMAT
         self.most_kept = int(settings.get("sampling_mask_max_tokens") or 0) or None
+        # The tokens of one step, for a server that launches the next step before it has read the last one.
+        runs_ahead = settings.get("disable_overlap_schedule") is False
+        num_late = int(settings.get("speculative_num_draft_tokens") or 1)
         return Greeting(
             address=self.address,
             label=str(info.get("weight_version", "default")),
-            num_late=_num_late(settings),
+            num_late=num_late if runs_ahead else 0,
             unreached=_unreached(settings),
             device=_device(settings),
             returns_routes=settings.get("enable_return_routed_experts") is True,
@@ -446,12 +444,6 @@ def _device(settings: Mapping[str, Any]) -> str:
     first = int(settings.get("base_gpu_id") or device.partition(":")[2] or 0)
     last = first + int(settings.get("tp_size") or 1) - 1
     return f"GPU {first}" if first == last else f"GPUs {first}-{last}"
-
-
-def _num_late(settings: Mapping[str, Any]) -> int:
-    """The tokens of one step, for a server that launches the next step before it has read the last one."""
-    runs_ahead = settings.get("disable_overlap_schedule") is False
-    return int(settings.get("speculative_num_draft_tokens") or 1) if runs_ahead else 0
 
 
 def _sampling_params(sampling: SamplingParams, max_new_tokens: int, most_kept: int | None) -> dict[str, Any]:

@@ -256,7 +256,11 @@ class VLLMClient(ServerClient):
 
     async def describe(self, *, sets_going: bool) -> Greeting:
         version = str((await self.call("GET", "/version")).json_object()["version"])
-        await self._check_paths(version)
+        known = (await self.look_up("openapi.json")).get("paths")  # a server can be told to hide it
+        if missing := [path for path in _FLAGS if path not in known] if known else []:
+            flags = " and ".join(sorted({_FLAGS[path] for path in missing}))
+            lacks = f"is vLLM {version} without {', '.join(missing)}"
+            raise ServerError(f"{self.address} {lacks}; vLLM {_TESTED} has it, started with {flags}")
         if sets_going:
             if await self.weight_label() == RELEASED:
                 await self.resume_memory()
@@ -288,16 +292,6 @@ class VLLMClient(ServerClient):
             releases_memory=model.get("enable_sleep_mode") is True,
             traits=await described(self, str(model["model"]), cards[0].get("max_model_len")),
         )
-
-    async def _check_paths(self, version: str) -> None:
-        known = (await self.look_up("openapi.json")).get("paths")  # a server can be told to hide it
-        missing = [path for path in _FLAGS if path not in known] if known else []
-        if missing:
-            flags = " and ".join(sorted({_FLAGS[path] for path in missing}))
-            raise ServerError(
-                f"{self.address} is vLLM {version} without {', '.join(missing)}; vLLM {_TESTED} has it, started with "
-                f"{flags}"
-            )
 
     async def check_alive(self) -> None:
         """vLLM answers /health while it is paused, and not after its engine has died."""
