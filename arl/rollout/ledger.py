@@ -13,7 +13,7 @@ from array import array
 from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -100,7 +100,55 @@ def _packed_epoch(order: Sequence[int] | None, marks: bytes) -> dict[str, str | 
     return {"order": places, "marks": packed(marks.rstrip(b"."))}
 
 
-class ExampleLedger:
+class _Ledger:
+    """The examples that are pending: handed out, without an outcome."""
+
+    def __init__(self, task: str, numbers: GroupNumbers | None) -> None:
+        """task: whose examples they are. numbers: those of the run, if it has other ledgers."""
+        self._task = task
+        self._numbers = numbers or GroupNumbers()
+        self._pending: dict[ExampleId, tuple[int, int]] = {}
+        """Group id, and place in the epoch's order."""
+        self._owed: deque[tuple[Issue, int]] = deque()
+        """What a resumed ledger hands out again, and its place."""
+
+    @property
+    def pending(self) -> tuple[ExampleId, ...]:
+        """In the order of handing out."""
+        return tuple(sorted(self._pending, key=self._pending.__getitem__))
+
+    @property
+    def owed(self) -> int | None:
+        """The id of the group that a resumed ledger hands out again next; None if it owes none."""
+        return self._owed[0][0].group_id if self._owed else None
+
+    def counters(self) -> dict[str, float]:
+        """Nothing: a run without tasks has its counts elsewhere."""
+        return {}
+
+    def _ended(self, example_id: ExampleId, outcome: GroupOutcome) -> int:
+        """The place of a pending example, which it is no longer. Raises ValueError for one that is not pending."""
+        epoch, index = example_id
+        if example_id not in self._pending:
+            raise ValueError(f"example {index} of epoch {epoch} is not running; it cannot be {outcome.name.lower()}")
+        return self._pending.pop(example_id)[1]
+
+    def _saved_pending(self) -> list[list[int]]:
+        return [[*example_id, *ids] for example_id, ids in self._pending.items()] + [
+            [*issue.example_id, issue.group_id, place] for issue, place in self._owed
+        ]
+
+    def _load_pending(self, saved: Iterable[Sequence[int]], finished: Collection[int]) -> None:
+        """finished: the ids of groups that were kept: they stay pending, and the others are owed."""
+        pending = [
+            (Issue(group_id=group_id, example_id=(epoch, index), task=self._task), place)
+            for epoch, index, group_id, place in sorted(saved, key=itemgetter(2))
+        ]
+        self._pending = {i.example_id: (i.group_id, place) for i, place in pending if i.group_id in finished}
+        self._owed = deque((issue, place) for issue, place in pending if issue.group_id not in finished)
+
+
+class ExampleLedger(_Ledger):
     """Hands out a dataset's examples, epoch after epoch, and keeps one outcome for each.
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` first hands out
@@ -120,17 +168,15 @@ class ExampleLedger:
         numbers: GroupNumbers | None = None,
         fingerprint: Mapping[str, str] | None = None,
     ) -> None:
-        """task: whose examples they are. numbers: those of the run, if it has other ledgers. fingerprint: digests of
-        some examples, by their index, for comparison with a checkpoint's."""
+        """fingerprint: digests of some examples, by their index, for comparison with a checkpoint's."""
         if num_examples < 1:
             raise DatasetError("the dataset is empty; training needs at least one example")
+        super().__init__(task, numbers)
         self._settings = {"num_examples": num_examples, "shuffle": shuffle, "seed": seed}
         self._num_examples = num_examples
         self._shuffle = shuffle
         self._seed = seed
         self._curriculum = curriculum
-        self._task = task
-        self._numbers = numbers or GroupNumbers()
         self._fingerprint = fingerprint
         self._experience = Experience(num_examples) if curriculum else None
         self._epochs: list[_Epoch] = []
@@ -138,9 +184,6 @@ class ExampleLedger:
         self._coming: Sequence[int] | None = None
         """The order of the next epoch, if it was made ahead of time."""
         self._position = 0
-        self._pending: dict[ExampleId, tuple[int, int]] = {}
-        """Group id, and place in the epoch's order."""
-        self._owed: deque[tuple[Issue, int]] = deque()
 
     @property
     def num_examples(self) -> int | None:
@@ -163,16 +206,6 @@ class ExampleLedger:
         """The epoch being handed out, from 0."""
         return max(len(self._epochs) - 1, 0)
 
-    @property
-    def pending(self) -> tuple[ExampleId, ...]:
-        """Handed out and not ended, in the order of handing out."""
-        return tuple(sorted(self._pending, key=self._pending.__getitem__))
-
-    @property
-    def owed(self) -> int | None:
-        """The id of the group that a resumed ledger hands out again next; None if it owes none."""
-        return self._owed[0][0].group_id if self._owed else None
-
     def issue(self) -> Issue:
         """The next example to run; begins an epoch when the last example is out. Raises CurriculumError."""
         issue, place = self._owed.popleft() if self._owed else self._next_of_epoch()
@@ -187,9 +220,7 @@ class ExampleLedger:
     def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:
         """Give a pending example its outcome. Raises ValueError for one that is not pending."""
         epoch, index = example_id
-        if example_id not in self._pending:
-            raise ValueError(f"example {index} of epoch {epoch} is not running; it cannot be {outcome.name.lower()}")
-        _, place = self._pending.pop(example_id)
+        place = self._ended(example_id, outcome)
         self._epochs[epoch].settle(place, outcome)
         if self._experience:
             self._experience.note_outcome(index, outcome)
@@ -203,10 +234,6 @@ class ExampleLedger:
                 found[mark].append(index)
         return {outcome: sorted(found[ord(outcome)]) for outcome in GroupOutcome}
 
-    def counters(self) -> dict[str, float]:
-        """Nothing: a run without tasks has its counts elsewhere."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON values, and functions that make them on the thread that writes them."""
         return {
@@ -216,8 +243,7 @@ class ExampleLedger:
             "epoch": self.epoch,
             "position": self._position,
             "next_group_id": self._numbers.next,
-            "pending": [[*example_id, *ids] for example_id, ids in self._pending.items()]
-            + [[*issue.example_id, issue.group_id, place] for issue, place in self._owed],
+            "pending": self._saved_pending(),
             "epochs": [epoch.saved() for epoch in self._epochs],
             "experience": self._experience.saved() if self._experience else None,
         }
@@ -241,12 +267,7 @@ class ExampleLedger:
             )
         self._position = state["position"]
         self._numbers.next = state["next_group_id"]
-        pending = [
-            (Issue(group_id=group_id, example_id=(epoch, index), task=self._task), place)
-            for epoch, index, group_id, place in sorted(state["pending"], key=itemgetter(2))
-        ]
-        self._pending = {i.example_id: (i.group_id, place) for i, place in pending if i.group_id in finished}
-        self._owed = deque((issue, place) for issue, place in pending if issue.group_id not in finished)
+        self._load_pending(state["pending"], finished)
         if self._experience and state["experience"] is not None:
             self._experience.load(state["experience"])
         elif self._experience:  # a run without a curriculum kept the outcomes, but no rewards
@@ -408,7 +429,7 @@ class _Place:
     digest: str
 
 
-class StreamLedger:
+class StreamLedger(_Ledger):
     """Hands out the rows of a stream, epoch after epoch; an epoch ends where the stream ends.
 
     An example's index is the number of its row. A checkpoint holds the cursors of the chunks that have a pending
@@ -420,11 +441,9 @@ class StreamLedger:
     """Unknown."""
 
     def __init__(self, stream: Stream, read: Read, *, task: str = "", numbers: GroupNumbers | None = None) -> None:
-        """task: whose examples they are. numbers: those of the run, if it has other ledgers."""
+        super().__init__(task, numbers)
         self._stream = stream
         self._read = read
-        self._task = task
-        self._numbers = numbers or GroupNumbers()
         self.epoch = 0
         self._position = 0
         """The number of the next row."""
@@ -438,22 +457,11 @@ class StreamLedger:
         self._marks = [bytearray()]
         self._packed: dict[int, str] = {}
         """The marks of epochs that have ended, as they lie in checkpoints."""
-        self._pending: dict[ExampleId, int] = {}
-        self._owed: deque[Issue] = deque()
         self._is_restored = False
         """Whether rows that a checkpoint counts on are still to be read."""
 
     def prepare(self) -> None:
         pass
-
-    @property
-    def pending(self) -> tuple[ExampleId, ...]:
-        """Handed out and not ended, in the order of handing out."""
-        return tuple(sorted(self._pending, key=self._pending.__getitem__))
-
-    @property
-    def owed(self) -> int | None:
-        return self._owed[0].group_id if self._owed else None
 
     async def ready(self) -> None:
         """Read ahead, so that `issue` has a row. Raises DatasetError if the stream fails, or has none."""
@@ -471,15 +479,13 @@ class StreamLedger:
 
     def issue(self) -> Issue:
         if self._owed:
-            issue = self._owed.popleft()
+            issue, place = self._owed.popleft()
         else:
-            example_id = self.epoch, self._position
-            issue = Issue(
-                group_id=self._numbers.take(), example_id=example_id, task=self._task, example=self._rows.popleft()
-            )
-            self._position += 1
+            place, self._position = self._position, self._position + 1
+            example_id, example = (self.epoch, place), self._rows.popleft()
+            issue = Issue(group_id=self._numbers.take(), example_id=example_id, task=self._task, example=example)
             self._marks[-1].append(ord("."))
-        self._pending[issue.example_id] = issue.group_id
+        self._pending[issue.example_id] = issue.group_id, place
         return issue
 
     def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
@@ -487,17 +493,12 @@ class StreamLedger:
 
     def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:
         """Give a pending example its outcome. Raises ValueError for one that is not pending."""
-        epoch, index = example_id
-        if self._pending.pop(example_id, None) is None:
-            raise ValueError(f"example {index} of epoch {epoch} is not running; it cannot be {outcome.name.lower()}")
-        self._marks[epoch][index] = ord(outcome)
+        place = self._ended(example_id, outcome)
+        self._marks[example_id[0]][place] = ord(outcome)
 
     def outcomes(self, epoch: int) -> dict[GroupOutcome, list[int]]:
         """The indices of an epoch that ended in each way."""
         return {one: [i for i, mark in enumerate(self._marks[epoch]) if mark == ord(one)] for one in GroupOutcome}
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         self._forget_places()
@@ -506,8 +507,7 @@ class StreamLedger:
             "epoch": self.epoch,
             "position": self._position,
             "next_group_id": self._numbers.next,
-            "pending": [[*example_id, group_id] for example_id, group_id in self._pending.items()]
-            + [[*issue.example_id, issue.group_id] for issue in self._owed],
+            "pending": self._saved_pending(),
             "places": [[one.epoch, one.first, one.size, one.cursor, one.digest] for one in self._places],
             "after": self._after,
             "marks": [self._saved(epoch) for epoch in range(len(self._marks))],
@@ -537,13 +537,7 @@ class StreamLedger:
         self._after = state["after"]
         self._places = [_Place(*values) for values in state["places"]]
         self._marks = [bytearray(unpacked(marks)) for marks in state["marks"]]
-        pending = [((epoch, index), number) for epoch, index, number in sorted(state["pending"], key=itemgetter(2))]
-        self._pending = {example_id: number for example_id, number in pending if number in finished}
-        self._owed = deque(
-            Issue(group_id=number, example_id=example_id, task=self._task)
-            for example_id, number in pending
-            if number not in finished
-        )
+        self._load_pending(state["pending"], finished)
         self._is_restored = True
 
     async def _read_again(self) -> None:
@@ -551,7 +545,7 @@ class StreamLedger:
         if not self._is_restored:
             return
         known: dict[ExampleId, Example] = {}
-        wanted = {issue.example_id for issue in self._owed}
+        wanted = {issue.example_id for issue, _ in self._owed}
         for place in self._places:
             chunk = await self._read(partial(self._stream.read, place.cursor))
             if (len(chunk.rows), chunk.digest) != (place.size, place.digest):
@@ -564,7 +558,7 @@ class StreamLedger:
             known |= {one: row for one, row in zip(ids, chunk.rows, strict=True) if one in wanted}
             if place is self._places[-1] and place.epoch == self.epoch:
                 self._rows = deque(chunk.rows[self._position - place.first :])
-        self._owed = deque(replace(issue, example=known[issue.example_id]) for issue in self._owed)
+        self._owed = deque((replace(one, example=known[one.example_id]), place) for one, place in self._owed)
         self._is_restored = False
 
     async def _read_chunk(self) -> None:
@@ -586,6 +580,6 @@ class StreamLedger:
     def _forget_places(self) -> None:
         """Keep the last chunk, and those that have a pending example."""
         begins = [(place.epoch, place.first) for place in self._places]
-        needed = [*self._pending, *(issue.example_id for issue in self._owed)]
+        needed = [*self._pending, *(issue.example_id for issue, _ in self._owed)]
         kept = {bisect_right(begins, example_id) - 1 for example_id in needed} | {len(begins) - 1}
         self._places = [place for number, place in enumerate(self._places) if number in kept]
