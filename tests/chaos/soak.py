@@ -1,22 +1,19 @@
-"""Runs at full speed for long: nothing may grow. And a run with a long past, which may not be slower than a young one.
+"""Runs at full speed for long: nothing may grow.
 
     python tests/chaos/soak.py --seconds 3600
-    python tests/chaos/soak.py --seconds 300 --parts scripted past
+    python tests/chaos/soak.py --seconds 300 --parts scripted
 
 | part | is |
 |---|---|
 | real | the tiny training of the campaign on an embedded server, with workers, evaluations and checkpoints |
 | scripted | the same loop over the official fakes: hundreds of steps a second |
-| past | 10^6 examples and 10^5 versions behind, against 10^6 examples and none |
 
-The first two share the time. Each second they count memory, open files, threads, tasks and bytes in /dev/shm, and
+They share the time. Each second they count memory, open files, threads, tasks and bytes in /dev/shm, and
 compare the last quarter of the run with the second quarter.
 """
 
 import argparse
 import asyncio
-import itertools
-import json
 import os
 import random
 import sys
@@ -34,7 +31,6 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 import pytest
 from life import TwoTurns
 from one_turn import OneTurn
-from recovery.invariants import newest_checkpoint
 from rich.console import Console
 from rich.table import Table
 from scripted_launch import small, use_fakes
@@ -44,7 +40,6 @@ from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.settings.run import Config
 from arl.api.types import ModelRequest
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 PERIOD_S = 1.0
 SLACK = {
@@ -56,9 +51,6 @@ SLACK = {
     "shm_mib": (1.1, 1),
 }
 """Of what is counted, the last quarter may be this many times the second quarter, and so much more."""
-MANY_EXAMPLES, MANY_VERSIONS, NUM_EPOCHS, NUM_STEPS, NUM_ROUNDS = 10**6, 10**5, 3, 400, 5
-LARGEST_RATIO, MORE = 1.1, {"step_ms": 0.2, "checkpoint_mib": 0.2}
-"""With a long past, a step's processor time and a checkpoint's bytes may be so many times larger, and so much more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +142,7 @@ def soak_scripted(directory: Path, seconds: float) -> list[Sample]:
         return asyncio.run(watched(config, OneTurn(), 1000, seconds))
 
 
-def forgetful_fakes(patch: pytest.MonkeyPatch, version: int = 0) -> None:
+def forgetful_fakes(patch: pytest.MonkeyPatch) -> None:
     """The official fakes without their memory of all requests and batches."""
 
     async def answer(_: ModelRequest) -> Sequence[int]:
@@ -160,7 +152,6 @@ def forgetful_fakes(patch: pytest.MonkeyPatch, version: int = 0) -> None:
 
     engine = ScriptedEngine(answer)
     train_engine = ScriptedTrainEngine(lambda _: train_engine.batches.clear())
-    train_engine._version = version
     use_fakes(patch, engine, train_engine)
 
 
@@ -177,111 +168,19 @@ def grown(samples: Sequence[Sample], name: str, table: Table) -> list[str]:
     return faults
 
 
-# A long past
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    step_ms: float
-    """Processor time."""
-    checkpoint_mib: float
-    saving_ms: float
-    """The processor time of writing a checkpoint."""
-    start_s: float
-
-
-def compare_pasts(directory: Path, table: Table) -> list[str]:
-    young, old = directory / "young", directory / "old"
-    trained(young, steps=1)
-    write_past(young / "metrics.jsonl", old / "metrics.jsonl")
-    trained(old, steps=1, version=MANY_VERSIONS)
-    faults: list[str] = []
-    costs: dict[Path, list[Cost]] = {young: [], old: []}
-    for run_dir in (young, old) * NUM_ROUNDS:
-        costs[run_dir].append(trained(run_dir, NUM_STEPS))
-    before, after = asdict(least(costs[young])), asdict(least(costs[old]))
-    for name in before:
-        more = MORE.get(name, float("inf"))
-        table.add_row("past", name, f"{before[name]:.2f}", f"{after[name]:.2f}", f"{LARGEST_RATIO:g} x + {more:g}")
-        if after[name] > LARGEST_RATIO * before[name] + more:
-            faults.append(f"past: {name} is {before[name]:.2f} without a past, and {after[name]:.2f} with one")
-    return faults
-
-
-def least(costs: Sequence[Cost]) -> Cost:
-    """Others use the machine, too: what a thing costs is the least that it was seen to cost."""
-    return Cost(**{name: min(getattr(cost, name) for cost in costs) for name in asdict(costs[0])})
-
-
-def trained(run_dir: Path, steps: int, version: int = 0) -> Cost:
-    """Continue the run by so many steps, or begin it at `version`."""
-    with pytest.MonkeyPatch.context() as patch:
-        forgetful_fakes(patch, version)
-        return asyncio.run(train_on(run_dir, steps, version))
-
-
-async def train_on(run_dir: Path, steps: int, version: int) -> Cost:
-    now = time.process_time
-    settings = {**SETTINGS, "evaluation": {"every": None}, "checkpoint": {"every": 10**9}}
-    config, began = small(run_dir, **settings), now()
-    async with arl.run.launch.launch(config, workflow=OneTurn(), dataset=Numbers()) as trainer:
-        if version:
-            age(trainer.rollout.ledger)
-        start_s, times = now() - began, [now()]
-        async for _ in trainer:
-            times.append(now())
-            if len(times) > steps:
-                break
-        began = now()
-        await trainer.save()
-        saving_ms = 1000 * (now() - began)
-    spent = [1000 * (after - before) for before, after in itertools.pairwise(times)]
-    _, checkpoint = newest_checkpoint(run_dir)
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    return Cost(step_ms=median(spent), checkpoint_mib=size / 2**20, saving_ms=saving_ms, start_s=start_s)
-
-
-class Numbers:
-    """A dataset of MANY_EXAMPLES."""
-
-    def __len__(self) -> int:
-        return MANY_EXAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"number": index % 1000}
-
-
-def age(ledger: ExampleLedger) -> None:
-    """Let NUM_EPOCHS pass in it, and half of the next."""
-    for number in range(int((NUM_EPOCHS + 0.5) * MANY_EXAMPLES)):
-        ledger.settle(ledger.issue().example_id, GroupOutcome.REJECTED if number % 10 == 0 else GroupOutcome.TRAINED)
-
-
-def write_past(of_young: Path, path: Path) -> None:
-    """metrics.jsonl, with a line for each version."""
-    row = json.loads(of_young.read_text().splitlines()[0])
-    path.parent.mkdir()
-    with path.open("w") as file:
-        for version in range(1, MANY_VERSIONS + 1):
-            file.write(json.dumps({**row, "version": version}) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the soaks together")
-    parser.add_argument("--parts", nargs="+", default=["real", "scripted", "past"])
+    parser.add_argument("--parts", nargs="+", default=["real", "scripted"], choices=["real", "scripted"])
     args = parser.parse_args()
     table = Table(box=None, header_style="bold")
-    for column in ("part", "what", "second quarter, or young", "last quarter, or old", "may be"):
+    for column in ("part", "what", "second quarter", "last quarter", "may be"):
         table.add_column(column, justify="left" if column in ("part", "what") else "right")
     faults: list[str] = []
     soaks = {"real": soak_real, "scripted": soak_scripted}
-    chosen = [part for part in args.parts if part in soaks]
     with tempfile.TemporaryDirectory(prefix="arl-soak-") as directory:
-        for part in chosen:
-            faults += grown(soaks[part](Path(directory), args.seconds / len(chosen)), part, table)
-        if "past" in args.parts:
-            faults += compare_pasts(Path(directory), table)
+        for part in args.parts:
+            faults += grown(soaks[part](Path(directory), args.seconds / len(args.parts)), part, table)
     Console().print(table)
     if faults:
         sys.exit("\n".join(faults))

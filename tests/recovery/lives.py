@@ -27,6 +27,7 @@ from arl.api.images import Image, PlacedImage
 from arl.api.settings.run import Config
 from arl.api.train_engine import TrainSequence
 from arl.api.types import Example, ModelRequest, Trajectory
+from arl.api.workflow import Task
 
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 
@@ -116,10 +117,28 @@ def config(run_dir: Path, steps: int) -> Config:
     return small(run_dir, steps=steps, rollout=rollout, weights={"directory": run_dir.parent / "weights"}, **others)
 
 
-async def live(run_dir: Path, steps: int) -> None:
+SIZES = {"long": 17, "short": 5}
+WEIGHTS = {"long": 2.0, "short": 1.0}
+FIRST_NUMBER = {"long": 0, "short": 100}
+"""In a run of two tasks, the numbers of a task's examples begin here."""
+
+
+async def live(run_dir: Path, steps: int, *, has_tasks: bool) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine(), Remembering())
-    examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-    async with arl.run.launch.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
+    workflow = Moody()
+
+    def rows(first: int, size: int) -> list[Example]:
+        return [{"number": first + n} for n in range(size)]
+
+    given: dict[str, Any] = {"workflow": workflow, "dataset": rows(0, NUM_EXAMPLES)}
+    if has_tasks:
+        given = {
+            "tasks": [
+                Task(name=name, workflow=workflow, dataset=rows(FIRST_NUMBER[name], size), weight=WEIGHTS[name])
+                for name, size in SIZES.items()
+            ]
+        }
+    async with arl.run.launch.launch(config(run_dir, steps), **given) as trainer:
         async for _ in trainer:
             pass
 
@@ -136,9 +155,9 @@ def killing_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]],
     return hook
 
 
-def main(run_dir: str, steps: int, killed_at: int | None) -> None:
+def main(run_dir: str, steps: int, killed_at: int | None, *, has_tasks: bool = False) -> None:
     """killed_at: the file operation before which the life ends."""
     logging.disable(logging.ERROR)  # of episodes that fail on purpose
     if killed_at is not None:
         sys.addaudithook(killing_at(killed_at, run_dir))
-    asyncio.run(live(Path(run_dir), steps))
+    asyncio.run(live(Path(run_dir), steps, has_tasks=has_tasks))

@@ -117,16 +117,3 @@ async def test_where_the_file_system_cannot_lock_the_run_goes_on_and_says_who_ma
     assert await trained(tmp_path, 1) == [1]
     assert "cannot be locked: No locks available" in caplog.text
     assert ("process 12 on node-7, since 2026-01-01 00:00:00 UTC" in caplog.text) == bool(left)
-
-
-def test_a_holder_of_another_machine_that_did_not_end_in_order_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its lock is gone, or this file system does not show it here."""
-    record = {"host": "node-7", "pid": 12, "since": "2026-01-01 00:00:00 UTC"}
-    (tmp_path / "run.lock").write_text(json.dumps(record))
-    for _ in range(2):
-        lock = RunLock(tmp_path)
-        lock.take()
-        lock.release()
-    assert caplog.text.count("process 12 on node-7") == 1

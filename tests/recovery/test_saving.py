@@ -83,9 +83,19 @@ def newest(tmp_path: Path) -> int | None:
 async def test_save_returns_and_the_run_ends_when_their_checkpoint_is_on_the_disk(
     launch: Callable[..., Any], tmp_path: Path
 ):
-    async with launch(lambda version: threading.Event().wait(0.05), steps=3, every=2) as trainer:
+    loop, is_writing, may_write = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def write(_: int) -> None:
+        loop.call_soon_threadsafe(is_writing.set)
+        may_write.wait(10)
+
+    async with launch(write, steps=3, every=2) as trainer:
         await anext(trainer)
-        await trainer.save()
+        saving = asyncio.create_task(trainer.save())
+        await is_writing.wait()
+        assert not saving.done()
+        may_write.set()
+        await saving
         assert newest(tmp_path) == 1
         _ = [step async for step in trainer]
     assert newest(tmp_path) == 3
@@ -107,7 +117,7 @@ async def test_a_checkpoint_that_fails_while_the_run_ends_is_what_the_run_ends_w
             async for _ in trainer:
                 if is_writing.is_set():
                     task.cancel()
-                    asyncio.get_running_loop().call_later(0.05, may_fail.set)
+                    asyncio.get_running_loop().call_soon(may_fail.set)
 
     task = asyncio.create_task(run())
     with pytest.raises(CheckpointError, match="No space left"):
