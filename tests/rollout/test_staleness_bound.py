@@ -81,6 +81,20 @@ class ReleasedAndStillCharged(ReplayBuffer):
         self._ended(slot)
 
 
+class WakesNobodyOnRelease(ReplayBuffer):
+    async def release(self, slot: Slot) -> None:
+        del self._entries[self._ended(slot).slot.number]
+
+
+class LookAheadOfFinishedAlone(ReplayBuffer):
+    def _first_overfull(self) -> int | None:
+        running, self._running = self._running, {}
+        try:
+            return super()._first_overfull()
+        finally:
+            self._running = running
+
+
 class UnchargedOneVersionEarly(ReplayBuffer):
     async def published(self, version: int) -> None:
         await super().published(version)
@@ -117,7 +131,7 @@ class CutsAnybody(ReplayBuffer):
     [
         *(WithoutLookAhead, LookAheadOffByOne, UnchargedWhenTaken, OnePlaceTooMany),
         *(StampedWithTheTrainersVersion, LatestDeadlineFirst, DeadlineOfTheStamp),
-        *(ReleasedAndStillCharged, UnchargedOneVersionEarly),
+        *(ReleasedAndStillCharged, WakesNobodyOnRelease, LookAheadOfFinishedAlone, UnchargedOneVersionEarly),
         *(RestoresAllOfACheckpoint, ForgetsTheBatchInHand, SavesTrainedGroups, CutsAnybody),
     ],
 )

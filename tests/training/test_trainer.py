@@ -1,6 +1,7 @@
 """The training loop over the official fakes: what it waits for, what it overlaps, and what survives an interruption."""
 
 import asyncio
+import gc
 import itertools
 import json
 import threading
@@ -19,6 +20,7 @@ from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.settings.run import Config
 from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
+from arl.runtime.threads import TrainThread
 from arl.training import weight_sync
 from arl.training.checkpoints import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
@@ -353,3 +355,31 @@ async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited
         transport.may_deliver.set()
         assert [step.version async for step in trainer] == [2, 3]
         assert trainer.inference_engine.version == 3
+
+
+async def test_the_error_of_a_call_whose_caller_was_cancelled_is_not_reported_as_forgotten() -> None:
+    """The run ends with its own error; asyncio would add one that nobody retrieved."""
+    thread, may_fail, told = TrainThread(), threading.Event(), list[dict[str, Any]]()
+    loop, is_running = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+
+    def fails() -> None:
+        loop.call_soon_threadsafe(is_running.set)
+        may_fail.wait(10)
+        raise RuntimeError("a rank died")
+
+    async def call() -> None:
+        await thread(fails)
+
+    caller = asyncio.create_task(call())
+    await is_running.wait()
+    caller.cancel()
+    await asyncio.sleep(0)  # the cancellation arrives, and the caller waits for the end of its call
+    may_fail.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    del caller
+    gc.collect()
+    await asyncio.sleep(0)
+    assert told == []
+    thread.close()
