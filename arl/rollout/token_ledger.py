@@ -74,9 +74,6 @@ class TokenLedger:
     def num_waiting(self) -> int:
         return sum(spent.tokens for group in self._waiting.values() for spent in group.values())
 
-    def tally(self, fate: Fate) -> Tally:
-        return self._tallies[fate]
-
     def answered(self, episode: str, tokens: int, server_s: float) -> None:
         """Count a response. episode: the name in the event log."""
         self.received += tokens

@@ -91,7 +91,6 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
         self._file: IO[bytes] | None = None
-        self._is_held = False
         _LOCKS.add(self)
 
     def take(self) -> None:
@@ -123,12 +122,6 @@ class RunLock:
         with usable(self._path):
             file.truncate(0)
             file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
-        self._is_held = True
-
-    @property
-    def is_held(self) -> bool:
-        """Whether `take` has returned and neither release nor close was called."""
-        return self._is_held
 
     def release(self) -> None:
         """Record that the run has ended, and release the lock. Does nothing if it was not taken."""
@@ -138,7 +131,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        self._is_held = False
         if self._file:
             self._file.close()
             self._file = None

@@ -126,7 +126,7 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(
     assert disk.version == VERSIONS
     assert sizes_change or len(disk.weights) == VERSIONS * CONFIG.batch_size
     assert len(disk.weights) == len(set(disk.weights))
-    assert controller.tokens.tally(Fate.TRAINED).tokens == 2 * 3 * controller.counters()["episodes_trained"]
+    assert controller.tokens.counted().fates[Fate.TRAINED].tokens == 2 * 3 * controller.counters()["episodes_trained"]
     ledger = controller.ledger
     for epoch in range(ledger.epoch):
         outcomes = ledger.outcomes(epoch)

@@ -165,7 +165,7 @@ def test_each_way_to_end_is_a_fate_of_its_own(
 ) -> None:
     """share: of the tokens, but for those of the pipeline's ends."""
     ledger = ran(Turns(then), num_versions=40, **settings).tokens
-    assert ledger.tally(fate).tokens == pytest.approx(share * ledger.received, rel=0.15)
+    assert ledger.counted().fates[fate].tokens == pytest.approx(share * ledger.received, rel=0.15)
     assert sum(fates(ledger).values()) == ledger.received - ledger.num_open - ledger.num_waiting
 
 
@@ -217,7 +217,7 @@ def test_held_out_episodes_and_those_that_the_end_of_a_run_stops_have_fates_too(
     ledger = run_in_virtual_time(main())
     assert fates(ledger) == {"evaluation": ledger.received}
     controller = ran(Turns(lambda number, whole: asyncio.sleep(9 * number, whole)), num_versions=2)
-    assert controller.tokens.tally(Fate.STOPPED).tokens > 0
+    assert controller.tokens.counted().fates[Fate.STOPPED].tokens > 0
 
 
 @pytest.mark.parametrize(

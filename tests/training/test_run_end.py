@@ -20,7 +20,7 @@ from arl.api.fakes import ScriptedTrainEngine
 from arl.api.settings.run import Config
 from arl.training import run_result
 from arl.training.metrics_log import RunLog
-from arl.training.run_dir import RunLock
+from arl.training.run_dir import RunLock, is_locked
 from arl.training.run_result import OpenRun, RunEnd, disk_use, how_it_ended
 
 
@@ -177,7 +177,7 @@ def test_one_who_asks_how_it_ended_keeps_no_run_from_starting(tmp_path: Path, mo
     monkeypatch.setattr(fcntl, "flock", asked_just_now)
     lock = RunLock(tmp_path)
     lock.take()
-    assert lock.is_held
+    assert is_locked(tmp_path / "run.lock")
     lock.release()
 
 
