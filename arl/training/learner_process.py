@@ -159,7 +159,7 @@ def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
 
 
 class RemoteLearner:
-    """Stands for a Learner in another process. Calls block. Make them all from one thread."""
+    """Stands for a Learner in another process, and for its policy's weights. Calls block; make them from one thread."""
 
     def __init__(self, host: Callable[[], LearnerHost], log: Path, num_threads: int) -> None:
         """host: builds the learner there, and pickles. log: gets the process's output. num_threads: of its
@@ -169,9 +169,14 @@ class RemoteLearner:
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
         self._process = ObjectProcess("the trainer's process", host, log, threads)
         self.whereabouts = self._process.whereabouts
-        self.engine = RemoteWeights(self._process)
-        self.version: int = self.engine.version
+        self.tell = self._process.tell
+        self.version: int = self._process.call("version")
         self.num_ranks: int = self._process.call("num_ranks")
+
+    @property
+    def engine(self) -> RemoteLearner:
+        """The policy's weights, as transports see them."""
+        return self
 
     def placed(self) -> Placed:
         """Where its ranks are."""
@@ -189,7 +194,7 @@ class RemoteLearner:
             trained, self.version = self._process.call("train")
         except BaseException:
             with suppress(ArlError):  # the process has ended, so the version stays what it was
-                self.version = self.engine.version
+                self.version = self._process.call("version")
             raise
         return trained
 
@@ -202,35 +207,12 @@ class RemoteLearner:
 
     def save(self, directory: Path) -> KeptSaving:
         self._process.call("save", key := new_id(), Path(directory).absolute())
-        return KeptSaving(self.engine, key)
+        return KeptSaving(self, key)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError, which names the mismatch."""
         self._process.call("load", Path(directory).absolute())
-        self.version = self.engine.version
-
-    def has_room(self) -> bool:
-        """Whether the cluster has room for the ranks that are missing."""
-        return self._process.call("has_room")
-
-    def end(self, reason: str) -> None:
-        """End the process, of which something is lost. Calls that wait for it raise ProcessLostError with `reason`."""
-        self._process.close(reason, _ENDING_S)
-
-    def close(self) -> None:
-        self._process.close()
-
-
-class RemoteWeights:
-    """The policy's engine in the learner's process, as weight transports see it."""
-
-    def __init__(self, process: ObjectProcess) -> None:
-        self._process = process
-        self.tell = process.tell
-
-    @property
-    def version(self) -> int:
-        return self._process.call("version")
+        self.version = self._process.call("version")
 
     @cached_property
     def limits(self) -> ModelLimits:
@@ -253,6 +235,17 @@ class RemoteWeights:
     def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
         """See arl.runtime.processes.rpc.Holder. All calls beside training have threads of their own there."""
         return self._process.beside("ask", key, name, args)
+
+    def has_room(self) -> bool:
+        """Whether the cluster has room for the ranks that are missing."""
+        return self._process.call("has_room")
+
+    def end(self, reason: str) -> None:
+        """End the process, of which something is lost. Calls that wait for it raise ProcessLostError with `reason`."""
+        self._process.close(reason, _ENDING_S)
+
+    def close(self) -> None:
+        self._process.close()
 
 
 class RunWeights(WeightSource, Protocol):

@@ -18,6 +18,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,7 +73,6 @@ class RecoveringLearner:
         self._events = events
         self._recorder = recorder
         self._learner = start()
-        self.engine = RecoveringWeights(self)
         self.version: int = self._learner.version
         self.num_recoveries = 0
         self.pulse = 0
@@ -143,6 +143,34 @@ class RecoveringLearner:
     def is_full(self) -> bool:
         """Whether so much is kept that a checkpoint is due."""
         return sum(batch.num_bytes for batch in self._kept.values()) > _MAX_KEPT_BYTES
+
+    # The policy's weights, as transports see them. A snapshot is lost with its process; its calls raise
+    # ProcessLostError then.
+
+    @property
+    def engine(self) -> RecoveringLearner:
+        return self
+
+    @cached_property
+    def limits(self) -> ModelLimits:
+        return self.call(lambda learner: learner.engine.limits)
+
+    def snapshot(self) -> KeptSnapshot:
+        return self.call(lambda learner: learner.engine.snapshot())
+
+    def snapshot_adapter(self) -> KeptSnapshot:
+        """Raises ConfigError without train.lora."""
+        return self.call(lambda learner: learner.engine.snapshot_adapter())
+
+    def probe(self) -> WeightProbe | None:
+        def act(learner: RemoteLearner) -> WeightProbe | None:
+            return learner.engine.probe() if isinstance(learner.engine, ProbedWeights) else None
+
+        return self.call(act)
+
+    def unseen(self, directory: Path) -> str | None:
+        """See arl.runtime.processes.rpc.Holder."""
+        return self.call(lambda learner: learner.engine.unseen(directory))
 
     def whereabouts(self) -> str:
         """Where the trainer's process is. Any thread may ask."""
@@ -262,41 +290,3 @@ class RecoveringLearner:
             return first
         tried = "\n".join(f"- {text}" for text in later)
         return f"{first}\nOther processes were tried (train.max_recoveries is {self._max_recoveries}), and:\n{tried}"
-
-
-class RecoveringWeights:
-    """The policy's engine, as weight transports see it: one object over all recoveries.
-
-    A snapshot is lost with its process; its calls raise ProcessLostError then.
-    """
-
-    def __init__(self, learner: RecoveringLearner) -> None:
-        self._learner = learner
-        self._limits: ModelLimits | None = None
-
-    @property
-    def version(self) -> int:
-        return self._learner.version
-
-    @property
-    def limits(self) -> ModelLimits:
-        if self._limits is None:
-            self._limits = self._learner.call(lambda learner: learner.engine.limits)
-        return self._limits
-
-    def snapshot(self) -> KeptSnapshot:
-        return self._learner.call(lambda learner: learner.engine.snapshot())
-
-    def probe(self) -> WeightProbe | None:
-        def act(learner: RemoteLearner) -> WeightProbe | None:
-            return learner.engine.probe() if isinstance(learner.engine, ProbedWeights) else None
-
-        return self._learner.call(act)
-
-    def snapshot_adapter(self) -> KeptSnapshot:
-        """Raises ConfigError without train.lora."""
-        return self._learner.call(lambda learner: learner.engine.snapshot_adapter())
-
-    def unseen(self, directory: Path) -> str | None:
-        """See arl.runtime.processes.rpc.Holder."""
-        return self._learner.call(lambda learner: learner.engine.unseen(directory))

@@ -34,7 +34,7 @@ from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits, Saving, Snapshot, WeightSource
 from arl.api.types import Group, ModelRequest, ModelResponse
 from arl.training.learner_process import RemoteBatch
-from arl.training.learner_recovery import RecoveringLearner, RecoveringWeights
+from arl.training.learner_recovery import RecoveringLearner
 from arl.training.token_log import ReportedBatch, named
 from arl.training.weight_sync import CheckedEngine
 
@@ -197,7 +197,7 @@ class PolicyLearners:
 class PolicyWeights:
     """The weights of all policies, as the run's loop sees them. of: those of each, as its transport does."""
 
-    def __init__(self, of: Mapping[str, RecoveringWeights]) -> None:
+    def __init__(self, of: Mapping[str, RecoveringLearner]) -> None:
         self.of = of
 
     @property
