@@ -64,9 +64,10 @@ WAITS = {
         "an episode in a worker process (logs/worker-K.log tells where its event loop is blocked, if it is)",
         "its end, rollout.episode_timeout_s",
     ),
-    "SDKWorkflow._take_place": Wait(
-        "a place for another program (Command.max_processes)", "the end of one, rollout.episode_timeout_s"
+    "SDKWorkflow.arun_episode": Wait(
+        "a place for another program (Command.max_processes), or a reward", "the end of one, rollout.episode_timeout_s"
     ),
+    "SDKWorkflow._answer": Wait("a program that plays an episode", "its end, rollout.episode_timeout_s"),
     "PlayedEpisodes.offer": Wait(
         "a program that plays an episode; is one running, with this URL and key?", "a program's POST /episodes"
     ),
