@@ -62,7 +62,9 @@ class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
     A snapshot appears whole or not at all. It stays until arl has delivered a newer one, or has tried to: a server that
-    recovers loads it.
+    recovers loads it. Without a directory that the settings name, snapshots go to /dev/shm, which is memory, as long as
+    it has room, every server is on this machine, and the process that writes snapshots shares it; then to
+    run_dir/weights.
 
     With AdapterWeightsConfig the snapshots are adapters. Each version of each run has a unique name, so nothing can
     mistake one adapter for another. Version 0 is an adapter too (B is 0).
@@ -79,7 +81,27 @@ class DiskTransport:
 
         Raises TransportError if the engine shares no place for snapshots with this process.
         """
-        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers)
+        place = Path(config.directory or Path(run_dir, "weights")).absolute()
+        self.fallback = None if config.directory is not None else place
+        """Where snapshots go that memory does not take."""
+        choices = [place]
+        if self.fallback is not None and os.access(_RAM, os.W_OK) and _RAM.is_dir():
+            if far := next((server for server in servers if not is_here(server)), None):
+                logger.info("%s is on another machine: weights go to %s", far, place)
+            else:
+                choices.insert(0, _RAM)
+        self._homes: list[OwnDirectory] = []
+        """The parent of new snapshots is the last."""
+        while not self._homes:
+            home = _home_in(choices.pop(0))
+            sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
+            if sentence is None:
+                self._homes.append(home)
+                continue
+            home.remove()
+            if not choices:
+                what = "a place that this machine, that one and servers see"
+                raise TransportError(f"{sentence}; set weights.directory to {what}")
         self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -88,7 +110,17 @@ class DiskTransport:
     @property
     def directory(self) -> Path:
         """The parent of new snapshots."""
-        return self.places.home
+        return self._homes[-1].path
+
+    def is_memory(self, directory: Path) -> bool:
+        """Whether this parent of snapshots is in memory, and there is another place."""
+        return self.fallback is not None and directory.parent == _RAM
+
+    def leave_memory(self, reason: str) -> None:
+        """Put later snapshots into the run directory. Those in memory stay until `close`: servers may need them."""
+        logger.warning("%s: weights go to %s from now on", reason, self.fallback)
+        if self.fallback is not None:
+            self._homes.append(_home_in(self.fallback))
 
     def snapshot(self, engine: WeightSource) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet. Raises TransportError if the engine has no adapters."""
@@ -131,7 +163,8 @@ class DiskTransport:
         for update in self._updates:
             update.discard()
         self._updates.clear()
-        self.places.remove()
+        for home in self._homes:
+            home.remove()
 
     def submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         """Run `work` on the thread that writes snapshots. Raises TransportError after `close`."""
@@ -140,10 +173,10 @@ class DiskTransport:
     def write(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         """Write a snapshot on the calling thread. Raises TransportError if there is no room."""
         no_room = f"no room in {self.directory.parent}"
-        if not self.places.has_room(self._num_bytes):
-            self.places.leave_memory(no_room)
+        if self.is_memory(self.directory) and _room(_RAM) < self._num_bytes:
+            self.leave_memory(no_room)
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
-        is_memory = self.places.is_memory(self.directory)
+        is_memory = self.is_memory(self.directory)
         try:
             self._num_bytes = snapshot.write(target)
             if target.is_dir() or not is_memory:
@@ -164,7 +197,7 @@ class DiskTransport:
             if not is_memory or not (is_full or is_unseen):
                 raise
             reason = str(error) if is_unseen else no_room
-        self.places.leave_memory(reason)
+        self.leave_memory(reason)
         return self.write(snapshot, adapter)
 
 
@@ -222,7 +255,7 @@ class WrittenWeights:
         Raises ServerError, TransportError.
         """
         written = await self.on_disk()
-        if self._transport.places.is_memory(written.directory.parent) and not await offload(is_here, server.address):
+        if self._transport.is_memory(written.directory.parent) and not await offload(is_here, server.address):
             written = await shared(self._transport.submit(self._copied_from_memory))
         try:
             await written.prepare(server)
@@ -259,12 +292,12 @@ class WrittenWeights:
 
         Raises TransportError if it cannot be made.
         """
-        places, written = self._transport.places, self.written
-        if not places.is_memory(written.directory.parent):
+        transport, written = self._transport, self.written
+        if not transport.is_memory(written.directory.parent):
             return written
-        if places.is_memory(places.home):
-            places.leave_memory("a server is on another machine")
-        target = places.home / written.directory.name
+        if transport.is_memory(transport.directory):
+            transport.leave_memory("a server is on another machine")
+        target = transport.directory / written.directory.name
         try:
             shutil.copytree(written.directory, target)
         except OSError as error:  # a full disk is shutil.Error, which is one
@@ -281,68 +314,9 @@ class WrittenWeights:
             raise error
         home = self.directory.parent
         what = f"If {server.address} does not see {home} of this machine ({socket.gethostname()}), "
-        what += f"set {self._transport.places.settings(home)} to storage that both see"
-        raise ServerError(f"{error}. {what}, or weights.transport=distributed") from error
-
-
-class SnapshotPlaces:
-    """Where snapshots lie on their way to servers: a directory of this process's own in the place for new snapshots,
-    and those in the places before.
-
-    Without a directory that the settings name, snapshots go to /dev/shm, which is memory, as long as it has room, every
-    server is on this machine, and the process that writes snapshots shares it; then to run_dir/weights.
-    """
-
-    def __init__(
-        self, directory: Path | None, run_dir: Path, engine: WeightSource | None, servers: Iterable[str]
-    ) -> None:
-        """servers: base URLs. Raises TransportError if the engine shares none of the places with this process."""
-        self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
-        choices = [Path(directory).absolute() if directory is not None else Path(run_dir).absolute() / "weights"]
-        if directory is None and os.access(_RAM, os.W_OK) and _RAM.is_dir():
-            if far := next((server for server in servers if not is_here(server)), None):
-                logger.info("%s is on another machine: weights go to %s", far, self._fallback)
-            else:
-                choices.insert(0, _RAM)
-        sentence: str | None = None
-        for place in choices:
-            home = _home_in(place)
-            self._homes = [home]
-            sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
-            if sentence is None:
-                return
-            home.remove()
-        raise TransportError(
-            f"{sentence}; set weights.directory to a place that this machine, that one and servers see"
-        )
-
-    @property
-    def home(self) -> Path:
-        """The parent of new snapshots."""
-        return self._homes[-1].path
-
-    def is_memory(self, home: Path) -> bool:
-        """Whether this parent of snapshots is in memory, and there is another place."""
-        return self._fallback is not None and home.parent == _RAM
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether memory has room for another snapshot of this size. True if new ones go to a disk, which says so."""
-        return not self.is_memory(self.home) or _room(_RAM) >= num_bytes
-
-    def leave_memory(self, reason: str) -> None:
-        """Put later snapshots into the run directory. Those in memory stay until `remove`: servers may need them."""
-        logger.warning("%s: weights go to %s from now on", reason, self._fallback)
-        if self._fallback is not None:
-            self._homes.append(_home_in(self._fallback))
-
-    def settings(self, home: Path) -> str:
-        """The settings to change if a server does not see this parent of snapshots."""
-        return "run_dir or weights.directory" if home.parent == self._fallback else "weights.directory"
-
-    def remove(self) -> None:
-        """Remove everything. Idempotent."""
-        for home in self._homes:
-            home.remove()
+        setting = "run_dir or weights.directory" if home.parent == self._transport.fallback else "weights.directory"
+        what += f"set {setting} to storage that both see, or weights.transport=distributed"
+        raise ServerError(f"{error}. {what}") from error
 
 
 def _home_in(base: Path) -> OwnDirectory:

@@ -196,20 +196,6 @@ def test_a_seeded_request_that_is_interrupted_goes_on_as_if_it_was_not(make_batc
     assert sent_again.output_ids == whole.output_ids[10:]
 
 
-def test_requests_beyond_the_batch_wait_and_all_finish(make_batch: MakeBatch) -> None:
-    batch = make_batch(max_rows=3)
-    jobs = [make_job(prompt_of(5 + i, i), max_new_tokens=1 + i % 7) for i in range(25)]
-    for job in jobs:
-        batch.add(job)
-    most = 0
-    while not batch.is_idle:
-        batch.step()
-        most = max(most, batch.num_running)
-    assert most <= 3
-    assert [len(job.output_ids) for job in jobs] == [1 + i % 7 for i in range(25)]
-    assert all(job.finish_reason == {"type": "length", "length": len(job.output_ids)} for job in jobs)
-
-
 def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch, reference: Reference) -> None:
     bytes_per_token = 2 * 2 * 2 * 16 * 4
     batch = make_batch(prefix_cache_bytes=70 * bytes_per_token)

@@ -28,8 +28,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     GraniteConfig,
     LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
@@ -104,9 +102,7 @@ def test_settings_that_cannot_be_are_refused(
     [
         Qwen3Config(**SIZES, head_dim=16),
         Qwen3Config(**SIZES, head_dim=16, attention_bias=True, tie_word_embeddings=True),
-        Qwen2Config(**SIZES),
         LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-        MistralConfig(**SIZES, sliding_window=None),
     ],
     ids=lambda config: type(config).__name__,
 )

@@ -171,26 +171,25 @@ async def test_a_whole_package_that_a_mirror_refuses_or_loses_may_be_taken_later
     assert setup.mirrors[0].versions == [0]
 
 
-async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model):
-    mirrors = dict(setup.transport._mirrors)
-    setup.transport._mirrors = {**mirrors, setup.servers[2].address: "http://127.0.0.1:9"}
-    engine = Servers(*setup.servers)
-    await setup.transport.deliver(setup.transport.snapshot(model), engine)
-    assert list(engine.failures) == [setup.servers[2].address]
-    assert isinstance(engine.failures[setup.servers[2].address], ServerFailedError)
-    assert setup.servers[3].names == [0]
+async def test_a_mirror_that_is_away_or_has_another_key_fails_its_own_servers_alone(
+    setup: Setup, model: Model, tmp_path: Path
+):
+    mirrors, third = dict(setup.transport._mirrors), setup.servers[2].address
+    async with mirror_here(tmp_path / "other", "another") as other:
+        for address, sentence in (
+            ("http://127.0.0.1:9", "http://127.0.0.1:9/version could not be reached"),
+            (other.address, "set ARL_MIRROR_API_KEY"),
+        ):
+            setup.transport._mirrors = {**mirrors, third: address}
+            engine = Servers(*setup.servers)
+            await setup.transport.deliver(setup.transport.snapshot(model), engine)
+            assert list(engine.failures) == [third]
+            assert sentence in str(engine.failures[third])
+            assert isinstance(engine.failures[third], ServerFailedError) is (address != other.address)
+            assert setup.servers[3].names[-1] == 0
     setup.transport._mirrors = mirrors
     model.step()
     await publish(setup, model, 0, 1, 2, 3)
-
-
-async def test_a_mirror_with_another_key_fails_its_own_servers_alone(setup: Setup, model: Model, tmp_path: Path):
-    async with mirror_here(tmp_path / "other", "another") as other:
-        setup.transport._mirrors = {**setup.transport._mirrors, setup.servers[2].address: other.address}
-        engine = Servers(*setup.servers)
-        await setup.transport.deliver(setup.transport.snapshot(model), engine)
-    assert list(engine.failures) == [setup.servers[2].address]
-    assert "set ARL_MIRROR_API_KEY" in str(engine.failures[setup.servers[2].address])
 
 
 @asynccontextmanager

@@ -157,14 +157,6 @@ async def test_a_delivery_that_failed_stays_for_servers_that_come_back(transport
     assert server.names == [1]
 
 
-async def test_a_snapshot_that_fails_half_way_leaves_nothing(transport: DiskTransport, engine: Exporter):
-    engine.error = ValueError("half-way")
-    with pytest.raises(ValueError, match="half-way"):
-        await prepared(transport, engine)
-    assert [path.name for path in transport.directory.iterdir()] == [".lock"]
-    assert engine.newest.is_released
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -195,6 +187,8 @@ async def test_a_snapshot_that_cannot_be_written_leaves_the_one_that_servers_hol
     unwritten = transport.snapshot(engine)
     with pytest.raises(TransportError, match="no room"):
         await transport.deliver(unwritten, Servers(server))
+    assert engine.newest.is_released
+    assert {path.name for path in transport.directory.iterdir()} == {".lock", held.directory.name}
     transport.discard(unwritten)
     await removed(transport)
     assert held.directory.is_dir()

@@ -261,19 +261,6 @@ async def test_a_client_that_was_closed_leaves_no_connection_behind(shared_url: 
     assert spawned == []
 
 
-async def test_a_connection_that_opens_while_its_engine_fails_is_closed(shared_url: str, client: Client) -> None:
-    tasks = asyncio.TaskGroup()
-    await tasks.__aenter__()
-    tasks._abort()  # pyright: ignore[reportAttributeAccessIssue] (as the failure of one of them does)
-    async with Connections() as connections:
-        there = SGLangClient(connections, shared_url, spawn=tasks.create_task)
-        there.takes_frames = True
-        connection = await there._frame_client()
-        assert connection is not None
-        assert not connection.is_open
-    await tasks.__aexit__(None, None, None)
-
-
 async def test_a_request_that_gets_its_server_after_the_end_is_refused(shared_url: str, client: Client) -> None:
     async with engine_over(shared_url) as (engine, _):
         find = engine._line.find

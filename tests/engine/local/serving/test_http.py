@@ -55,9 +55,7 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"sampling_params": SHORT}, "input_ids is missing"),
     ({**ANY, "input_ids": []}, "input_ids cannot be empty."),
     ({**ANY, "input_ids": "abc"}, 'input_ids is "abc"; it must be a list of integers'),
-    ({**ANY, "input_ids": [True]}, "input_ids is [true]; it must be a list of integers"),
     ({**ANY, "input_ids": [100000]}, "input_ids holds a token outside the model's vocabulary of 288 tokens."),
-    ({**ANY, "input_ids": [-1]}, "input_ids holds a token outside the model's vocabulary of 288 tokens."),
     ({**ANY, "sampling_params": "hot"}, 'sampling_params is "hot"; it must be a JSON object'),
     ({**ANY, "stream": True}, "stream (here true): it is not known here"),
     ({**ANY, "lora_path": "x"}, "LoRA adapter x is not loaded. Loaded adapters: none"),
@@ -70,12 +68,9 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature is -1.0; it must be 0 (greedy) or at least 0.001"),
     ({"max_new_tokens": None}, "max_new_tokens is missing"),
     ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be at least 1"),
-    ({"max_new_tokens": True}, "max_new_tokens is true; it must be an integer"),
     ({"stop": [""]}, "none of them empty"),
-    ({"n": 10**9}, "n (here 1000000000): it is not known here"),
     ({"max_new_tokens": 10**9}, "exceeds the model's maximum context length of 8192 tokens"),
     ({"stop": ["a"] * 257}, "256 strings at most, each of at most 1024 characters"),
-    ({"stop": "a" * 1025}, "256 strings at most, each of at most 1024 characters"),
     ({"stop_token_ids": [1] * 4097}, "it must be of length 4096 at most"),
 ]
 LONG = "x" * 1025
@@ -99,15 +94,9 @@ BAD_CONTROL: list[tuple[str, Any, str]] = [
     (GROUP, {**AT, "rank_offset": 0}, "rank_offset=0 must be above 0 and below world_size=2"),
     (GROUP, {**AT, "backend": "carrier"}, "backend 'carrier' is not available here"),
     ("/load_lora_adapter", {"lora_name": "", "lora_path": "/x"}, 'lora_name is ""; it must be'),
-    ("/load_lora_adapter", {"lora_name": LONG, "lora_path": "/x"}, "it must be a string of at most 1024 characters"),
-    ("/abort_request", {"rid": LONG}, "it must be a string of at most 1024 characters"),
     ("/tokenize", {"prompt": "x" * (32 * 8192 + 1)}, "prompt has 262145 characters; this model's context has room for"),
-    (DISK, {"model_path": LONG, "weight_version": "1"}, "it must be a string of at most 1024 characters"),
-    (DISK, {"model_path": "/", "weight_version": LONG}, "it must be a string of at most 1024 characters"),
     (GROUP, {**AT, "world_size": 10**9}, "world_size is 1000000000; it must be at most 4096"),
-    (GROUP, {**AT, "master_port": 10**9}, "master_port is 1000000000; it must be at most 65535"),
     (SENT, {**ONE, "names": [""] * ((1 << 17) + 1)}, "it must be of length 131072 at most"),
-    (SENT, {**ONE, "shapes": [[1] * 9]}, "it must be of length 8 at most"),
     (SENT, {**ONE, "shapes": [[1 << 49]]}, "it must be at most 281474976710656"),
 ]
 
