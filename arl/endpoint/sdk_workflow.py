@@ -179,15 +179,19 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         waited: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as held:
             if self._places is not None:  # a function needs none
-                began = time.monotonic()
-                with off_the_clock():
-                    await held.enter_async_context(self._places)
-                waited["program_wait_s"] = time.monotonic() - began
+                waited["program_wait_s"] = await self._take_place(self._places, held)
             async with self.proxy.episode(engine) as session:
                 answer = await self._answer(session, data)
         score = await self._score(answer, data)
         metrics = {**score.metrics, **waited, "context_full": float(session.is_truncated)}
         return session.trajectories(score.value, metrics, rewards=score.parts)
+
+    async def _take_place(self, places: asyncio.Semaphore, held: contextlib.AsyncExitStack) -> float:
+        """The seconds that it took. The watchdog tells this wait by the coroutine's name."""
+        began = time.monotonic()
+        with off_the_clock():
+            await held.enter_async_context(places)
+        return time.monotonic() - began
 
     async def _answer(self, session: EpisodeSession, data: Example) -> str:
         program: Any = self._program
