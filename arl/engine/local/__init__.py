@@ -1,7 +1,6 @@
 """The embedded inference server: a separate program, `python -m arl.engine.local`, that speaks SGLang's protocol.
 
-    HTTP (app, generate, control) --jobs--> model_thread --> scheduler: plan, run, take --> runner, attention
+    app (HTTP), frame_server --> generate: jobs --> model_thread --> scheduler: plan, run, take --> runner, attention
 
-Clients talk to it over HTTP, so other packages import only `weight_receiver`. It imports only `arl.api`,
-`arl.data` and `arl.runtime`.
+Clients talk to it over HTTP, so other packages import only `weight_receiver`.
 """

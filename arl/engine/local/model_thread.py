@@ -178,7 +178,12 @@ class Scheduler:
                     self._commands.get()()
                 self._drain()
                 if not self._is_still:
-                    self._step()
+                    try:
+                        ended = self.batch.step()
+                    except Exception as error:
+                        _logger.exception("a step failed; its requests are aborted")
+                        ended = self.batch.fail(error)
+                    self._send(ended)
         finally:
             self._is_closing = True
             with self._ending:
@@ -194,14 +199,6 @@ class Scheduler:
     def _drain(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
-
-    def _step(self) -> None:
-        try:
-            ended = self.batch.step()
-        except Exception as error:
-            _logger.exception("a step failed; its requests are aborted")
-            ended = self.batch.fail(error)
-        self._send(ended)
 
     def _send(self, jobs: Sequence[Job]) -> None:
         if jobs:

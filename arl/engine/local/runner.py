@@ -136,7 +136,7 @@ class ModelRunner:
         self.tower: Tower | None = None
         """Set for a model that takes images."""
         if takes_images:
-            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._share_operations)
+            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._threads.share_operations)
         self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
         self.cache = _slot_cache(text_config, self.model, max_rows, self.context_length)
         self.released: frozenset[MemoryPart] = frozenset()
@@ -188,7 +188,7 @@ class ModelRunner:
         them for the whole step at once.
         """
         states, head = self._run(step)
-        self._threads.share_operations(len(states) * self.vocab_size >= _SHARED_LOGITS)
+        self._threads.share_operations(len(states) * self.vocab_size, _SHARED_LOGITS)
         if not step.given:
             return head(states), []
         states, scored = states[: -len(step.given)], states[-len(step.given) :]
@@ -210,7 +210,7 @@ class ModelRunner:
         if self._fused is not None:
             states = self._in_parts(self._fused, step, ids, places, tokens[1])
             return self._fused.final(states if kept is None else states[kept]), self._head
-        self._share_operations(len(ids))
+        self._threads.share_operations(len(ids))
         batch = SlotBatch.of(self.cache, tokens[1], step.chunks)
         if self.is_scorer or self.tower is not None:
             states = self._decoded(ids, places, batch, step.shown)
@@ -244,9 +244,6 @@ class ModelRunner:
             inputs |= {"visual_pos_masks": is_shown, "deepstack_visual_embeds": list(shown.vectors[1:])}
         return decoder(inputs_embeds=states[None], **inputs).last_hidden_state[0]
 
-    def _share_operations(self, num_tokens: int) -> None:
-        self._threads.share_operations(num_tokens >= 2 * TOKENS_FOR_A_THREAD)
-
     def _in_parts(
         self, fused: FusedDecoder, step: StepInput, ids: torch.Tensor, places: torch.Tensor, positions: np.ndarray
     ) -> torch.Tensor:
@@ -255,7 +252,7 @@ class ModelRunner:
         num_decoding = len(ids) - sum(lengths)
         cuts = [] if self.adapters.is_used else self._threads.cuts([1] * num_decoding + lengths)
         if not cuts:
-            self._share_operations(len(ids))
+            self._threads.share_operations(len(ids))
         ends = np.cumsum([0] + [1] * num_decoding + lengths)
 
         def part(first: int, last: int) -> torch.Tensor:
@@ -365,8 +362,9 @@ class ModelThreads:
         shares = np.diff([0, *ends[np.array(cuts) - 1], total])
         return cuts if shares.min() > 0 and shares.max() <= 1.5 * total / num_parts else []
 
-    def share_operations(self, is_worth_it: bool) -> None:
-        """Let all threads share each of the next operations, or leave them to this one."""
+    def share_operations(self, amount: int, enough: int | None = None) -> None:
+        """Let all threads share each of the next operations, if there is enough work: by default tokens for two."""
+        is_worth_it = amount >= (enough or 2 * TOKENS_FOR_A_THREAD)
         num_threads = self._num_threads if is_worth_it else 1
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
@@ -375,7 +373,7 @@ class ModelThreads:
         """Compute each part on a thread of its own. Raises a part's error once all have ended."""
         if len(parts) == 1 or self._others is None:
             return [part() for part in parts]
-        self.share_operations(False)
+        self.share_operations(0)
         others = [self._others.submit(torch.inference_mode()(part)) for part in parts[1:]]
         try:
             first = parts[0]()
