@@ -82,7 +82,7 @@ def check_number(where: str, value: Any, limit: float) -> None:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two fields of records are equal. Columns are, if all their entries are."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
+    if all(isinstance(record, Mapping) for record in (one, other)):
         return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
     has_column = np.ndarray in (type(one), type(other))
     return np.array_equal(one, other) if has_column else one == other
