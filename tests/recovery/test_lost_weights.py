@@ -23,6 +23,7 @@ from arl.api.engine import InferenceEngine, WeightUpdate
 from arl.api.events import Published, ServerFenced, ServerReturned, TrainerRecovered
 from arl.api.settings.sections import laid_over
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.engine.weights.distributed import DistributedWeights
 from arl.observe.events.run_record import read_run
 from arl.training.metrics_log import read_jsonl
 from arl.training.trainer import Trainer
@@ -61,16 +62,12 @@ def kill_within_a_delivery(trainer: Trainer, version: int) -> None:
     async def killing(update: WeightUpdate, engine: InferenceEngine) -> Any:
         if update.version == version and not is_done.is_set():
             is_done.set()
-            if not hasattr(update, "_send"):
+            if not isinstance(update, DistributedWeights):
                 kill(trainer)
                 return await deliver(update, engine)
-            send = update._send  # type: ignore[attr-defined]
-
-            async def send_and_kill(*arguments: Any) -> None:
-                kill(trainer)
-                await send(*arguments)
-
-            update._send = send_and_kill  # type: ignore[attr-defined]
+            snapshot: Any = update.snapshot
+            send = snapshot.send
+            snapshot.send = lambda *arguments: (kill(trainer), send(*arguments))
         return await deliver(update, engine)
 
     transport.deliver = killing  # type: ignore[method-assign]
