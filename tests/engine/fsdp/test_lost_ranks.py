@@ -26,6 +26,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where Ray writes. The name of tmp_path is too long for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:
         monkeypatch.setenv("TMPDIR", directory)
+        # Where the trainer's process finds this module and what it imports.
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parents[i]) for i in (0, 2)))
         yield
 
 
