@@ -106,7 +106,8 @@ async def test_on_the_weights_that_sampled_the_ratio_is_1_also_after_the_way_to_
     learner = Learner(engine := engine_of(model), preset("grpo", kl={"coefficient": 0}))
     sequences = learner.prepare(here).batch.sequences()
     for sequence, current in zip(sequences, engine.forward(sequences), strict=True):
-        assert current.tolist() == pytest.approx(sequence.behavior_logprobs.tolist(), abs=1e-6)
+        # float32 rounds a mean by some 1e-7, which counts |z| / std times: 30 at the last steps, whose std is 0.1.
+        assert current.tolist() == pytest.approx(sequence.behavior_logprobs.tolist(), abs=1e-5)
         assert current[0] == 0
 
 

@@ -9,5 +9,5 @@
 A worker keeps no state of servers, and decides nothing: its requests are sampled by the one engine of the controller's
 process, as if the episode ran there. So the line of requests, versions, retries, time limits and the checks of what an
 episode returns are those of a run without workers. messages.py carries the messages, pool.py is the controller's
-side, worker.py the worker's, and process.py starts, watches and ends it.
+side, which starts, watches and ends workers, and worker.py the worker's.
 """

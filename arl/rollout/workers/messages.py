@@ -152,7 +152,7 @@ def frame(message: object) -> bytes:
 class Pipe(asyncio.Protocol):
     """One end of the socket. Messages sent in one turn of the event loop leave in one write.
 
-    An image's file crosses once, while this end holds the image (sent_images.py).
+    An image's file crosses once, while this end holds the image.
     """
 
     def __init__(self, take: Callable[[Any], None]) -> None:

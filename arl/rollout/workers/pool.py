@@ -5,7 +5,7 @@
 | an episode | a worker that is ready | a worker's start; its time limit; the end of the block, if none will start |
 | | its end in the worker, also after it was cancelled there | the worker; the worker's end, also after _STOPPING_S |
 | a request of an episode | the engine's answer | the engine; the episode's end |
-| `keep`, for each worker | the end of the process | process.py |
+| `keep`, for each worker | the end of the process | the process |
 """
 
 from __future__ import annotations
