@@ -18,7 +18,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,6 +73,7 @@ class RecoveringLearner:
         self._recorder = recorder
         self._learner = start()
         self.version: int = self._learner.version
+        self._limits: ModelLimits | None = None
         self.num_recoveries = 0
         self.pulse = 0
         """Counts what recoveries have done; any thread may read it."""
@@ -151,9 +151,11 @@ class RecoveringLearner:
     def engine(self) -> RecoveringLearner:
         return self
 
-    @cached_property
+    @property
     def limits(self) -> ModelLimits:
-        return self.call(lambda learner: learner.engine.limits)
+        if self._limits is None:
+            self._limits = self.call(lambda learner: learner.engine.limits)
+        return self._limits
 
     def snapshot(self) -> KeptSnapshot:
         return self.call(lambda learner: learner.engine.snapshot())
