@@ -52,6 +52,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.runs
 async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", shape=SHAPE, seed=0)
     before = set(children())

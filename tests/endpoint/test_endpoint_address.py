@@ -154,6 +154,7 @@ async def test_settings_that_nothing_takes_are_an_error_and_an_address_of_its_ow
         assert own.url.startswith("http://[::1]:")
 
 
+@pytest.mark.runs
 async def test_the_endpoint_of_a_worker_process_takes_them_too(tmp_path: Path) -> None:
     """One worker; more cannot share a port."""
     workflow = SDKWorkflow(says_nothing, InlineReward(right), TOKENIZER)

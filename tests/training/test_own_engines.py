@@ -125,6 +125,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.runs
 def test_a_script_whose_run_starts_on_import_is_told_to_put_it_under_main(tmp_path: Path) -> None:
     """The trainer's process imports the script for its loader."""
     (tmp_path / "script.py").write_text(UNGUARDED)

@@ -58,6 +58,7 @@ async def test_a_signal_ends_it_and_answers_what_runs(
     assert json.loads(line)["event"] == "ready"
 
 
+@pytest.mark.runs
 async def test_sigint_ends_the_process_also_while_it_is_paused_and_waits_for_a_trainer(model_a: str) -> None:
     with server_process(model_a) as server:
         async with connected(server.address) as client:
