@@ -107,6 +107,30 @@ async def test_a_server_that_was_started_again_gets_the_adapter_before_it_serves
         assert list(server.adapters) == ["run-v1"]
 
 
+async def test_a_server_that_joins_gets_the_adapter_before_it_serves(server: Server, other: Server):
+    async with over(server) as engine:
+        await engine.update_weights(adapter(3))
+        await engine.add_server(other.address)
+        assert list(other.adapters) == ["run-v3"]
+        await engine.remove_server(server.address)
+        assert server.adapters == {}
+        assert (await engine.agenerate(ask())).output_versions == (3, 3, 3, 3)
+
+
+async def test_a_removal_that_is_cancelled_while_adapters_are_unloaded_leaves_the_server_as_it_was(
+    server: Server, other: Server
+):
+    async with over(server, other) as engine:
+        await engine.update_weights(adapter(3))
+        other.lost.append("unload_lora_adapter")
+        leaving = asyncio.create_task(engine.remove_server(other.address))
+        await other.until(lambda: "unload_lora_adapter" in other.names())
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
+        assert named(other) == ["run-v3"] * 2
+
+
 async def test_an_adapter_that_is_there_already_is_not_loaded_again(server: Server):
     server.adapters["run-v0"] = "/adapters/0"
     async with over(server) as engine:

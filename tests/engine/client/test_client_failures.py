@@ -121,6 +121,18 @@ async def test_a_late_probe_loads_no_weights_that_newer_ones_have_replaced(
     assert loads == ["/weights/2"]
 
 
+async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_while_it_was(server: Server):
+    async with over(server) as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(weights(1))
+        server.is_healthy = False
+        server.faults.append(500)
+        call = group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: not engine._pool.in_service)
+        assert engine.version == 1
+        server.is_healthy = True
+        await call
+
+
 async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_away(server: Server):
     async with over(server) as engine:
         await engine.update_weights(weights(1))

@@ -89,6 +89,14 @@ async def test_a_server_that_leaves_drains_from_where_it_would_serve(pool: Serve
     assert server.state == ServerState.SERVING
 
 
+async def test_a_load_that_breaks_off_leaves_weights_without_version(pool: ServerPool):
+    server = brought(pool, "admit", "pause", "begin_load", "fence")
+    assert not server.weights.is_whole
+    assert server.reason == "it failed"
+    assert not pool.fence(server, "another reason")
+    assert server.reason == "it failed"
+
+
 @pytest.mark.parametrize(
     ("path", "call"), [(("admit", "pause"), "resume"), ((), "admit"), (("admit", "leave"), "stay")]
 )
