@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from players import Scripted, controlled, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import Moody, Scripted, controlled, engine_with_latency, train, trained
 from records import trajectory
 from virtual_time import run_in_virtual_time
 
@@ -147,5 +149,44 @@ def test_a_cut_group_settles_its_example_before_its_episodes_have_ended() -> Non
             assert played.count(0) == 2
             taking.cancel()
             rollout.cancel()
+
+    run_in_virtual_time(main())
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    extra=st.integers(0, 4),
+    cap=st.integers(8, 30),  # with fewer, each group may take longer than stragglers are given, and the run starves
+    has_baseline=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_every_episode_of_every_group_has_one_end_and_tokens_are_fresh(
+    seed: int, max_staleness: int, extra: int, cap: int, has_baseline: bool
+) -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Moody(),
+            23,
+            engine_with_latency(seed),
+            has_baseline=has_baseline,
+            batch_size=2,
+            group_size=3,
+            extra_episodes=extra,
+            max_staleness=max_staleness,
+            max_concurrent_episodes=cap,
+            max_failure_rate=1.0,
+            episode_retries=0,
+            drop_stragglers_after_s=6.0,
+        )
+        batches = await train(controller, buffer, engine, range(12), train_s=0.3)
+        for version, batch in enumerate(batches):
+            assert all(version - group.oldest_version <= max_staleness for group in batch)
+            assert all(2 <= group.num_episodes <= 3 for group in batch)
+        counters, ledger, waiting = controller.counters(), controller.ledger, buffer.untrained(12)
+        ends = sum(counters[f"episodes_{end}"] for end in ("trained", "rejected", "dropped", "surplus"))
+        settled = sum(len(indices) for e in range(ledger.epoch + 1) for indices in ledger.outcomes(e).values())
+        lost_of_waiting = sum(3 + extra - group.num_episodes for group in waiting)
+        assert ends - lost_of_waiting == (3 + extra) * settled
 
     run_in_virtual_time(main())
