@@ -46,6 +46,18 @@ def job_under(adapter: str, prompt: list[int], **options: Any) -> Job:
     return job
 
 
+def test_running_requests_of_other_adapters_share_no_prefix(
+    batch: RunningBatch, adapters: Path, references: dict[str, Reference]
+) -> None:
+    for name in NAMES:
+        load(batch, name, adapters / name)
+    jobs = [job_under(name, prompt_of(40, 0)) for name in ("one", "two", "")]
+    run_all(batch, jobs)
+    for job in jobs:
+        assert job.cached_tokens == 0
+        references[job.adapter].check(job)
+
+
 def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
     batch: RunningBatch, adapters: Path, references: dict[str, Reference]
 ) -> None:
