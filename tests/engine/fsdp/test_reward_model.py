@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -173,3 +174,23 @@ def test_from_outcomes_alone_a_reward_model_learns_who_wins_and_not_before_it_is
     wins = torch.tensor([t.reward > 0.5 for t in batch.trajectories])
     apart = rows[wins].mean(0) - rows[~wins].mean(0)
     assert float(apart[:2].abs().max()) < 0.5 < 2 < float(apart[2:].sum())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_two_ranks_of_each_model_train_as_one_process_does(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch, update: str
+):
+    alone = make_learner(algorithm=prime(update=update))
+    expected = [alone.train(alone.prepare(in_branches())).metrics for _ in range(2)]
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # whose name is short, as Ray wants it
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        ranks = make_learner(algorithm=prime(update=update), train={"num_ranks": 2})
+        for metrics in expected:
+            ours = ranks.train(ranks.prepare(in_branches())).metrics
+            for name in ("loss", "grad_norm", "accuracy", "success", "process_reward"):
+                key = f"reward_model/{name}"
+                assert ours[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5)
+            assert ours["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-3)
+        ranks.close()
