@@ -5,10 +5,10 @@ A cell that does not await its run runs it to its end on a thread with an event 
     the cell's thread --main--> arl-cell, which runs main in its event loop
                       <--its result or error--
 
-| wait              | woken by                                             |
-|-------------------|------------------------------------------------------|
-| the cell's thread | the end of `main`; then the thread's, for _PATIENCE_S |
-| `main`            | its own tasks; an interrupt, which cancels it        |
+| wait              | woken by                                                                                 |
+|-------------------|------------------------------------------------------------------------------------------|
+| the cell's thread | the end of `main` or a signal, a byte in `woken`; then the thread's end, for _PATIENCE_S |
+| `main`            | its own tasks; an interrupt, which cancels it                                            |
 
 The kernel's event loop runs on the cell's thread already. It stands still meanwhile, as in any cell that computes.
 """
@@ -21,6 +21,7 @@ import logging
 import re
 import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -130,6 +131,7 @@ def run_in_cell(main: Coroutine[Any, Any, T], *, again: str) -> T:
                 ended.set_result(runner.run(cancellable()))
             except BaseException as error:  # noqa: BLE001 - raised in the cell
                 ended.set_exception(error)
+            waking.send(b"\0")
 
     def interrupt() -> None:
         if ending.signal is not None:
@@ -142,9 +144,12 @@ def run_in_cell(main: Coroutine[Any, Any, T], *, again: str) -> T:
 
     # What the run prints belongs to this cell, which the context knows.
     thread = threading.Thread(target=contextvars.copy_context().run, args=[work], name="arl-cell", daemon=True)
-    with _interrupts(interrupt):
+    woken, waking = socket.socketpair()
+    with woken, waking, _interrupts(interrupt, waking):
         thread.start()
         try:
+            while not ended.done():
+                woken.recv(1)
             return ended.result()
         except asyncio.CancelledError as error:
             if ending.signal is None:
@@ -158,13 +163,19 @@ def run_in_cell(main: Coroutine[Any, Any, T], *, again: str) -> T:
 
 
 @contextmanager
-def _interrupts(act: Any) -> Iterator[None]:
-    """Call `act` for each interrupt within the block. Other threads than the main one get none."""
+def _interrupts(act: Callable[[], object], waking: socket.socket) -> Iterator[None]:
+    """Call `act` for each interrupt within the block. Other threads than the main one get none.
+
+    The main thread alone acts on signals, but the system may hand one to any thread, and a wait for a lock sleeps on.
+    waking: gets a byte for each signal, on whatever thread, so that a main thread that reads the other end wakes up.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: act())
+    waking.setblocking(False)
+    before = signal.signal(signal.SIGINT, lambda *_: act()), signal.set_wakeup_fd(waking.fileno())
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(before[1])
+        signal.signal(signal.SIGINT, before[0])

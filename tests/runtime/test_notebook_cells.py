@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -221,6 +222,15 @@ def test_the_first_failure_of_many_stands_before_their_message() -> None:
     shown = error._render_traceback_()
     assert "ZeroDivisionError: in the user's code\n" in shown[0]
     assert shown[1:] == ["arl.api.errors.FailureBudgetError: too many"]
+
+
+def test_an_interrupt_that_the_system_gives_to_another_thread_ends_the_cell() -> None:
+    async def main() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_cell(main(), again="the cell")
 
 
 async def test_a_call_in_a_thread_that_hangs_does_not_hold_the_cell(
