@@ -16,6 +16,7 @@ _COMMANDS = {
     "serve": ("command:serve", "train a script's model with programs elsewhere, which open episodes over HTTP"),
     "export": ("offline:export", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
     "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),
+    "rewards": ("auditing", "rewards audit: score a run's answers with another function; where do they disagree?"),
     "view": ("viewing", "show runs in a browser: every episode and token"),
     "top": ("viewing:watch", "show a run in this terminal, live"),
     "replay": ("offline:replay_steps", "train steps of a recorded run again: are they the same, and what if?"),

@@ -13,16 +13,7 @@ from fractions import Fraction
 import torch
 
 from arl.algorithm.batch import Batch, token_rewards
-from arl.algorithm.groups import (
-    Peers,
-    Spread,
-    compared,
-    kl_penalties,
-    peers_of,
-    reference_points,
-    spread_of,
-    whitened,
-)
+from arl.algorithm.groups import Peers, Spread, compared, kl_penalties, peers_of, reference_points, spread_of, whitened
 from arl.algorithm.returns import (
     TrainedTokens,
     gae_advantages,

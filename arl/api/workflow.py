@@ -45,6 +45,11 @@ class RolloutWorkflow(ABC):
         """
         return None
 
+    async def arehearse(self, examples: Sequence[Example]) -> None:
+        """Called with a few examples before engines start, when the workflow is entered; if it is entered in worker
+        processes, in none of them, and not entered. What it raises ends the start."""
+        return None
+
     def check_room(self, limit: int) -> None:
         """Raise ConfigError for a setting of its own that asks for more than `limit` tokens of prompt and answer."""
         return None

@@ -123,7 +123,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     if rest := [argument for argument in argv if argument not in asked]:
         sys.stdout.write("\n")
         options, _ = parser.parse_known_args(rest)
-        load_config(_loaded(options).config, [HELP_ALL if HELP_ALL in argv else HELP[1]])
+        if options.file is not None:
+            load_config(_loaded(options).config, [HELP_ALL if HELP_ALL in argv else HELP[1]])
     raise SystemExit(0)
 
 
@@ -164,12 +165,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def amount(text: str) -> float:
-    """An option's finite number of at least 0."""
+def finite(text: str, least: float = -sys.float_info.max, what: str = "a finite number") -> float:
+    """An option's finite number."""
     with suppress(ValueError):
-        if 0 <= (number := float(text)) < float("inf"):
+        if least <= (number := float(text)) < float("inf"):
             return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+
+def amount(text: str) -> float:
+    return finite(text, 0, "a number of at least 0")
 
 
 def counted(number: int, noun: str) -> str:

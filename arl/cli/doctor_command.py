@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arl.api.errors import ArlError
 from arl.api.settings.run import Config
 from arl.cli.command import OTHER_FLAGS, parse, parser_of, run_command
 from arl.run.experiment import Experiment
@@ -36,7 +37,13 @@ _COLOURS = {"ok": "green", "fault": "bold red", "skipped": "dim"}
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl doctor`."""
     parser = parser_of("doctor", ABOUT, EPILOG)
-    parser.add_argument("file", metavar="FILE", type=Path, help="a script with an `experiment`")
+    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="a script with an `experiment`")
+    parser.add_argument(
+        "--template",
+        metavar="MODEL",
+        help="examine a model's chat template instead, with its tokenizer alone: what it shows, and what is trained",
+    )
+    parser.add_argument("--template-options", metavar="JSON", type=json.loads, help="options of the chat template")
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     parser.add_argument(
         "--publish",
@@ -45,14 +52,28 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--task", metavar="NAME", help="of a script with several tasks: whose prompts to send")
     options, settings = parse(parser, argv)
+    if options.template is not None:
+        if options.file or settings:
+            parser.error(f"--template takes no FILE and no settings: {' '.join([str(options.file or ''), *settings])}")
+        _examine_template(options.template, options.template_options, as_json=options.json)
+        return
+    if options.file is None:
+        parser.error("name a FILE with an `experiment`, or a model with --template")
     found: list[Diagnosis] = []
 
     async def examine(experiment: Experiment[Any], config: Config) -> None:
         found.append(await _diagnosed(experiment, config, options))
 
     run_command(examine, options, settings, if_stopped="the servers' weights were given back")
-    _print(found[0], as_json=options.json)
-    if not found[0].is_healthy:
+    diagnosis = found[0]
+    if options.json:
+        sys.stdout.write(json.dumps(diagnosis.json_object(), indent=2) + "\n")
+    else:
+        console = Console(highlight=False)
+        console.width = console.width if console.is_terminal else _WIDE
+        console.print(_table(diagnosis))
+        console.print(Text(diagnosis.verdict, style="green" if diagnosis.is_healthy else "bold red"))
+    if not diagnosis.is_healthy:
         raise SystemExit(1)
 
 
@@ -64,24 +85,40 @@ async def _diagnosed(experiment: Experiment[Any], config: Config, options: argpa
     tasks = given_tasks(setup)
     task = tasks.alone(options.task).only if options.task else tasks.tasks[0]  # all have the same model
     sys.stderr.write(f"loading {config.model} for engine.kind={config.engine.kind} and the train engine\n")
-    opened = opened_examination(config, task.workflow, publish=options.publish, on_check=_say)
-    async with opened as examination:
+
+    def say(one: Checked) -> None:
+        sys.stderr.write(f"{one.check}: {one.outcome}\n")
+
+    async with opened_examination(config, task.workflow, publish=options.publish, on_check=say) as examination:
         return await examination.run()
 
 
-def _say(one: Checked) -> None:
-    sys.stderr.write(f"{one.check}: {one.outcome}\n")
+def _examine_template(model: str, options: Any, *, as_json: bool) -> None:
+    from transformers import AutoTokenizer
 
+    from arl.run.template_report import report_of
 
-def _print(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    try:
+        report = report_of(AutoTokenizer.from_pretrained(model), options)
+    except (ArlError, OSError, ValueError) as error:
+        raise SystemExit(f"arl doctor: {error}") from error
     if as_json:
-        sys.stdout.write(json.dumps(diagnosis.json_object(), indent=2) + "\n")
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(_table(diagnosis))
-    console.print(Text(diagnosis.verdict, style="green" if diagnosis.is_healthy else "bold red"))
+        sys.stdout.write(json.dumps({"facts": report.facts, "checks": report.checks, "tokens": report.tokens}) + "\n")
+    else:
+        console = Console(highlight=False)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, answer in {**report.facts, **report.checks}.items():
+            is_flaw = answer.startswith("no") and name in report.checks
+            table.add_row(
+                name, Text(answer, style=_COLOURS["fault" if is_flaw else "ok"] if name in report.checks else "")
+            )
+        console.print(table)
+        for tokens in report.tokens:
+            console.print(Text("\ntokens of the example, those trained in brackets:", style="dim"))
+            parts = [(f"[{text}]", "green") if is_trained else (text, "dim") for text, is_trained in tokens]
+            console.print(Text.assemble(*((text.replace("\n", "⏎"), style) for text, style in parts)))
+    if not report.is_whole:
+        raise SystemExit(1)
 
 
 def _table(diagnosis: Diagnosis) -> Table:

@@ -8,6 +8,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -182,22 +183,6 @@ EXPORT_ABOUT = (
 
 def export(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl export`. Ends the process with code 2 for a wrong argument, 1 for a failure."""
-    options = _export_parser().parse_args(argv)
-    with errors_told("stopped; nothing was left half written"):
-        if options.public and options.push is None:
-            raise ConfigError("--public needs --push, which is missing")
-        weights = SavedWeights.of(options.run_dir, options.version, options.model, options.policy)
-        hide_progress_bars()
-        if options.push is None or options.out is not None:
-            policy = f"-{options.policy}" if options.policy else ""
-            name = f"version-{weights.version:08d}{policy}{'-adapter' * options.adapter}"
-            _export(weights, options.out or weights.run_dir / "exported" / name, options)
-        else:
-            with tempfile.TemporaryDirectory(prefix="arl-export-") as scratch:
-                _export(weights, Path(scratch) / "model", options)
-
-
-def _export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="arl export", description=EXPORT_ABOUT, allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     parser.add_argument("--version", type=int, metavar="N", help="the checkpoint's version (default: the newest)")
@@ -213,17 +198,22 @@ def _export_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--push", metavar="REPO", help=push)
     parser.add_argument("--public", action="store_true", help="with --push: make a missing repository public")
-    return parser
-
-
-def _export(weights: SavedWeights, directory: Path, options: argparse.Namespace) -> None:
-    num_bytes = weights.export(directory, adapter=options.adapter)
-    what = f"version {weights.version} of {weights.run_dir}, {num_bytes / 1e6:.1f} MB"
-    if options.push is not None:
-        what += f": {_push(directory, options.push, f'Version {weights.version} of a run', options.public)}"
-    if options.push is None or options.out is not None:
-        what += f": {directory}"
-    sys.stdout.write(what + "\n")
+    options = parser.parse_args(argv)
+    is_kept = options.push is None or options.out is not None
+    scratch = nullcontext("") if is_kept else tempfile.TemporaryDirectory(prefix="arl-export-")
+    with errors_told("stopped; nothing was left half written"), scratch as tmp:
+        if options.public and options.push is None:
+            raise ConfigError("--public needs --push, which is missing")
+        weights = SavedWeights.of(options.run_dir, options.version, options.model, options.policy)
+        hide_progress_bars()
+        policy = f"-{options.policy}" if options.policy else ""
+        name = f"version-{weights.version:08d}{policy}{'-adapter' * options.adapter}"
+        directory = (options.out or weights.run_dir / "exported" / name) if is_kept else Path(tmp) / "model"
+        num_bytes = weights.export(directory, adapter=options.adapter)
+        said = [f"version {weights.version} of {weights.run_dir}, {num_bytes / 1e6:.1f} MB"]
+        if options.push is not None:
+            said.append(_push(directory, options.push, f"Version {weights.version} of a run", options.public))
+        sys.stdout.write(": ".join(said + [str(directory)] * is_kept) + "\n")
 
 
 def _push(directory: Path, repository: str, message: str, public: bool) -> str:

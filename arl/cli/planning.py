@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,6 @@ _WIDE = 140
 
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl plan`. Ends the process with code 2 if the plan cannot be made."""
-    options = _parser().parse_args(argv)
-    try:
-        _plan(options)
-    except (ArlError, ImportError) as error:
-        exit_with(2, f"error: {error}")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="arl plan",
         description=ABOUT,
@@ -76,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput, who waits, and staleness")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all predictions")
     how.add_argument("--write-costs", type=Path, metavar="FILE", help="write the costs, to look at or to change")
-    return parser
+    try:
+        _plan(parser.parse_args(argv))
+    except (ArlError, ImportError) as error:
+        exit_with(2, f"error: {error}")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -101,8 +97,7 @@ def _plan(options: argparse.Namespace) -> None:
     finally:
         _show("")
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
+    console.width = console.width if console.is_terminal else _WIDE
     console.print(told(plan, costs))
     if options.plot:
         _write(options.plot, lambda path: draw(plan, path))
@@ -164,10 +159,7 @@ def _bounds(text: str) -> Bounds:
 
 def _size(text: str) -> float:
     """Billions of parameters, such as 8B or 0.6b."""
-    try:
-        number = float(text.lower().removesuffix("b"))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B")
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(text.lower().removesuffix("b"))) < 10_000:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B")

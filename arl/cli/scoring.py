@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,7 @@ from rich.text import Text
 from arl.api.errors import ConfigError
 from arl.api.images import text_with_marks
 from arl.api.settings.run import Config
-from arl.cli.command import counted, parse, parser_of, positive, run_command, users_traceback
+from arl.cli.command import counted, finite, parse, parser_of, positive, run_command, users_traceback
 from arl.cli.episodes import Decode, Run, Stage, Work, add_options, open_stage
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.monitors import FailureBudget
@@ -135,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples, of each task")
     passes = "an episode passes with this reward or more (default: 1.0)"
-    parser.add_argument("--pass-reward", type=_number, default=1.0, metavar="REWARD", help=passes)
+    parser.add_argument("--pass-reward", type=finite, default=1.0, metavar="REWARD", help=passes)
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write every episode to this new file")
     options, settings = parse(parser, argv)
     number = options.n or (1 if options.greedy else DEFAULT_N)
@@ -247,13 +245,3 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
     finally:
         if not path.stat().st_size:  # nothing was run
             path.unlink()
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return number

@@ -48,12 +48,6 @@ _SHOWN = 300
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl servers`. Ends the process with code 1 if a server could not join or leave, and 2
     if there is no such run, or it cannot be told which servers to have."""
-    options = _parser().parse_args(argv)
-    with errors_told("not waited for: the run still does what its servers file says"):
-        options.act(options)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="arl servers", description=ABOUT, allow_abbrev=False)
     actions = parser.add_subparsers(title="actions", required=True)
 
@@ -74,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     remove = action("remove", _remove, "let servers end what they run, and leave; they are left running")
     about = f"requests that run longer than this are continued on other servers (default: {DRAIN_S:g} s)"
     remove.add_argument("--drain-timeout", type=amount, default=DRAIN_S, metavar="S", help=about)
-    return parser
+    options = parser.parse_args(argv)
+    with errors_told("not waited for: the run still does what its servers file says"):
+        options.act(options)
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -85,8 +81,7 @@ def _list(options: argparse.Namespace) -> None:
     moment = datetime.fromtimestamp(state.at, UTC).strftime("at %Y-%m-%d %H:%M:%S UTC")
     how = trains or f"no run trains here now; {moment} these were its servers"
     console = Console()
-    if not console.is_terminal:
-        console.width = _WIDE  # a server is a line, for programs
+    console.width = console.width if console.is_terminal else _WIDE  # a server is a line, for programs
     console.print(f"{options.run_dir}: {how}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(state, time.time() if trains else state.at))
     num_serving, num = sum(row.state == "serving" for row in state.servers), counted(len(state.servers), "server")

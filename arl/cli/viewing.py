@@ -124,7 +124,7 @@ async def _print(run_dir: Path, console: Console) -> None:
     """All of it: as many lines as there are."""
     watched = _WatchedRun(run_dir)
     await watched.viewed.load()
-    console.print(await watched.now())
+    console.print(await watched.viewed.ask(watched.shown))
     watched.viewed.close()
 
 
@@ -144,7 +144,7 @@ async def _watch(run_dir: Path, console: Console) -> None:
             following = tasks.create_task(watched.viewed.follow())
             while not stop.is_set():
                 await watched.viewed.read_on()
-                live.update(await watched.now(is_cut=True), refresh=True)
+                live.update(await watched.viewed.ask(watched.shown, True), refresh=True)
                 await _pause(stop)
             following.cancel()
         watched.viewed.close()
@@ -168,10 +168,7 @@ class _WatchedRun:
         self._health: dict[str, Any] = {}
         self._looked_at = -_HEALTH_EVERY_S
 
-    async def now(self, *, is_cut: bool = False) -> Table:
-        return await self.viewed.ask(self._now, is_cut)
-
-    def _now(self, is_cut: bool) -> Table:
+    def shown(self, is_cut: bool = False) -> Table:
         if time.monotonic() - self._looked_at >= _HEALTH_EVERY_S:
             self._health = self.viewed.health()
             self._looked_at = time.monotonic()

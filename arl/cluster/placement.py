@@ -22,12 +22,7 @@ import msgspec
 
 from arl.api.errors import ConfigError
 from arl.api.events import Finding, PlacedPart, RunPlaced, SharedPath, gpus_text, ranges_text
-from arl.api.settings.engines import (
-    DeltaWeightsConfig,
-    LocalEngineConfig,
-    RunningServersConfig,
-    ServerProcessesConfig,
-)
+from arl.api.settings.engines import DeltaWeightsConfig, LocalEngineConfig, RunningServersConfig, ServerProcessesConfig
 from arl.api.settings.run import Config
 from arl.runtime.http.server import is_here
 

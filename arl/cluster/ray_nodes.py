@@ -37,8 +37,11 @@ class Ask(Protocol):
 def ray_nodes() -> list[ClusterNode]:
     """All nodes that are alive, by name, but this process's first."""
     import ray
+    from ray._private import state
 
-    here, free = ray.get_runtime_context().get_node_id(), _free()
+    here, free = ray.get_runtime_context().get_node_id(), dict[str, Any]()
+    with suppress(AttributeError):  # Ray has no public function for the free resources of each node
+        free = state.available_resources_per_node()
     found = [
         ClusterNode(
             node_id=node["NodeID"],
@@ -56,15 +59,6 @@ def ray_nodes() -> list[ClusterNode]:
     # Several nodes of one machine, or machines of one name.
     apart = [replace(one, name=f"{one.name} ({one.address})") if one.name in doubled else one for one in found]
     return sorted(apart, key=lambda node: (not node.is_here, node.name))
-
-
-def _free() -> dict[str, Any]:
-    """The free resources of each node. Ray has no public function for it."""
-    from ray._private import state
-
-    with suppress(AttributeError):
-        return state.available_resources_per_node()
-    return {}
 
 
 @contextmanager

@@ -112,7 +112,12 @@ class ImageProcessor:
         values = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
         pixels = Pixels(values=values, grid=grid, num_placeholders=len(values) // self._merge_size**2)
         with self._lock:
-            self._remember(image.digest, pixels)
+            if image.digest not in self._remembered:
+                self._remembered[image.digest] = pixels
+                self._num_bytes += values.nbytes
+            while self._num_bytes > _REMEMBERED_BYTES and len(self._remembered) > 1:
+                _, oldest = self._remembered.popitem(last=False)
+                self._num_bytes -= oldest.values.nbytes
         return pixels
 
     def scaled(self, image: Image) -> Image:
@@ -180,15 +185,6 @@ class ImageProcessor:
                 raise ImageError(f"image {number} lies on tokens other than the placeholder {self.image_token_id}")
         if int(is_placeholder.sum()) != sum(placed.stop - placed.start for placed in images):
             raise ImageError(f"the tokens have placeholders ({self.image_token_id}) where no image was given")
-
-    def _remember(self, digest: str, pixels: Pixels) -> None:
-        if digest in self._remembered:
-            return
-        self._remembered[digest] = pixels
-        self._num_bytes += pixels.values.nbytes
-        while self._num_bytes > _REMEMBERED_BYTES and len(self._remembered) > 1:
-            _, oldest = self._remembered.popitem(last=False)
-            self._num_bytes -= oldest.values.nbytes
 
 
 def _part(auto_class: Any, model: str | Path, what: str, **options: Any) -> Any:

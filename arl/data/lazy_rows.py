@@ -202,11 +202,15 @@ class StreamedRows:
         self._open: Iterator[Any] = iter(())
         self._next: Any = None
         """The cursor of the row that `_open` gives next; None: it is not open."""
-        if _has_buffer(stream):
-            raise DatasetError(
-                f"{name} is a stream that was shuffled: what is in its buffer when a run stops would be lost. Shuffle "
-                "its rows before, or give rows by index: without streaming=True a dataset's files are mapped"
-            )
+        part = getattr(stream, "_ex_iterable", None)
+        while part is not None:
+            if "Shuffled" in type(part).__name__ and "Buffer" in type(part).__name__:
+                raise DatasetError(
+                    f"{name} is a stream that was shuffled: what is in its buffer when a run stops would be lost. "
+                    "Shuffle its rows before, or give rows by index: without streaming=True a dataset's files are "
+                    "mapped"
+                )
+            part = getattr(part, "ex_iterable", None)
         self._stream = stream.skip(0)  # one that begins at its first row, even if `stream` has been read from
         self.beginning: Any = self._stream.state_dict()
 
@@ -236,13 +240,3 @@ class StreamedRows:
             rows = [*WithColumns(rows, self._columns, self._name)]
         digest = digest_of(rows[0]) if rows else ""
         return StreamChunk(rows=rows, cursor=cursor, after=self._next, digest=digest)
-
-
-def _has_buffer(stream: Any) -> bool:
-    """Whether a part of it is a shuffle's buffer."""
-    part = getattr(stream, "_ex_iterable", None)
-    while part is not None:
-        if "Shuffled" in type(part).__name__ and "Buffer" in type(part).__name__:
-            return True
-        part = getattr(part, "ex_iterable", None)
-    return False

@@ -51,7 +51,13 @@ def load_dataset(
     made = columns if isinstance(columns, Mapping) else {}
     required = [other for other in made.values() if isinstance(other, str)] if made else [*columns]
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        rows = _saved_by_library(path, split)
+        datasets = _datasets(f"reading {path}")
+        with _readable(path):
+            rows = datasets.load_from_disk(str(path))
+        if isinstance(rows, Mapping):
+            if split not in rows:
+                raise DatasetError(f"{path} has no split {split!r}; it has {', '.join(map(repr, rows))}")
+            rows = cast("Any", rows[split])
     elif path.exists():
         parts = [_file_rows(file, required) for file in _files(path, split)]
         rows = parts[0] if len(parts) == 1 else Joined(parts)
@@ -218,15 +224,6 @@ def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
         return datasets.load_dataset(name, subset, split=split)
 
 
-def _saved_by_library(path: Path, split: str) -> Sequence[Example]:
-    datasets = _datasets(f"reading {path}")
-    with _readable(path):
-        saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, Mapping) and split not in saved:
-        raise DatasetError(f"{path} has no split {split!r}; it has {', '.join(map(repr, saved))}")
-    return saved[split] if isinstance(saved, Mapping) else saved
-
-
 def _datasets(what_for: str) -> Any:
     """The package `datasets`. Raises DatasetError, which says how to install it."""
     try:
@@ -260,7 +257,8 @@ def examples_of(name: str, given: Any, columns: Columns = MappingProxyType({}), 
     dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end; with
     may_stream they become StreamedRows. Raises DatasetError for anything else.
     """
-    if may_stream and _is_stream(given):
+    is_stream = not isinstance(given, Mapping) and hasattr(given, "__iter__") and not hasattr(given, "__len__")
+    if may_stream and is_stream and type(given).__module__.partition(".")[0] == "datasets":
         given = StreamedRows(name, given, columns)
     rows = given if isinstance(given, StreamedRows) else _taken(name, given)
     first = next(iter(rows.head(1)), None) if isinstance(rows, StreamedRows) else rows[0] if len(rows) else None
@@ -346,11 +344,6 @@ def _taken(name: str, given: Any) -> Any:
                 else "give a list of dicts, a datasets.Dataset, or a name for arl.load_dataset"
             )
             raise DatasetError(f"{name} is a {kind}, which has no {lacking}; {advice}")
-
-
-def _is_stream(given: Any) -> bool:
-    is_plain = not isinstance(given, Mapping) and hasattr(given, "__iter__") and not hasattr(given, "__len__")
-    return is_plain and type(given).__module__.partition(".")[0] == "datasets"
 
 
 def _are_columns(given: Mapping[Any, Any]) -> bool:

@@ -18,7 +18,9 @@ from arl.endpoint.calls import (
     CallAnswer,
     ChatCall,
     Count,
+    FunctionTool,
     ToolChoice,
+    checked_arguments,
     content_of,
     content_of_parts,
     json_schema,
@@ -32,15 +34,8 @@ from arl.runtime.http.server import event
 from arl.workflow.messages import Message, text_part
 
 
-class CustomTool(
-    RequestBody,
-    ignored=("type", "cache_control", "eager_input_streaming", "input_examples"),
-    only={"defer_loading": (False,), "allowed_callers": (["direct"],)},
-):
-    name: str = ""
-    description: str = ""
-    input_schema: dict[str, Any] = Field(default_factory=dict)
-    strict: bool = False
+class CustomTool(FunctionTool, ignored=("type", "cache_control", "eager_input_streaming", "input_examples")):
+    parameters: dict[str, Any] = Field(default_factory=dict, alias="input_schema")
 
 
 class MessagesChoice(RequestBody):
@@ -169,9 +164,9 @@ def _assistants(where: str, content: str | list[Any]) -> Message:
         match block:
             case {"type": "thinking", "thinking": str(thinking)}:
                 message["reasoning_content"] = thinking
-            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
-                call = tool_call(call_id, name, json.dumps(given, ensure_ascii=False))
-                message.setdefault("tool_calls", []).append(call)
+            case {"type": "tool_use", "id": str(call_id), "name": str(name)}:
+                given = checked_arguments(f"{where}[{i}].input", block.get("input"))
+                message.setdefault("tool_calls", []).append(tool_call(call_id, name, given))
             case _:
                 said.append(_text_of(f"{where}[{i}]", block, "text, thinking and tool_use"))
     return {**message, "content": " ".join(said)}
@@ -209,7 +204,7 @@ class MessagesWire:
         for call in spoken.tool_calls:
             given = json.loads(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-        text, is_stopped = answer.turn.text, spoken.finish_reason == "stop"
+        text, is_stopped = answer.turn.words, spoken.finish_reason == "stop"
         stops = [(text.find(stop), stop) for stop in self.call.sampling.stop if is_stopped and stop in text]
         stop_sequence = min(stops)[1] if stops else None
         reason = "stop_sequence" if stop_sequence else _STOP_REASONS[spoken.finish_reason]
@@ -227,6 +222,7 @@ class MessagesWire:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": 0,
             },
+            **spoken.faults,
         }
 
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
@@ -260,7 +256,6 @@ def _event(kind: str, **fields: Any) -> str:
 
 def _read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> MessagesWire:
     asked = exchange.parsed(body)
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     messages, prefill = _without_prefill(_messages(asked))
     given = {"output_config.format": asked.output_config.format, "output_format": asked.output_format}
     forms = [(where, json_schema(f"{where}.schema", form.json_schema)) for where, form in given.items() if form]
@@ -277,17 +272,10 @@ def _read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> 
             choice = ToolChoice(mode="required")
         case "tool":
             choice = ToolChoice(mode="required", names=(asked.tool_choice.name,), is_named=True)
-    functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in tools]
     call = exchange.session.policy.call(
         messages,
-        [{"type": "function", "function": function} for function in functions],
-        Asked(
-            output=output,
-            where=where,
-            choice=choice,
-            strict=frozenset(tool.name for tool in tools if tool.strict),
-            only_one=asked.tool_choice.disable_parallel_tool_use,
-        ),
+        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
+        Asked(output=output, where=where, choice=choice, only_one=asked.tool_choice.disable_parallel_tool_use),
         prefill=prefill,
         thinking_budget=budget,
         max_new_tokens=asked.max_tokens,
@@ -301,9 +289,9 @@ def _read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> 
 
 def _without_prefill(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before the answer that the last of them begins, and its beginning."""
-    if messages[-1]["role"] != "assistant":
-        return messages, ""
     *before, last = messages
+    if last["role"] != "assistant":
+        return messages, ""
     for name in ("tool_calls", "reasoning_content"):
         if name in last:
             reason = f"end with an assistant's message with {name}; only text can be continued"
@@ -328,10 +316,6 @@ def _error(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _error_event(error: RequestError) -> str:
-    return _event("error", error=_error(error)["error"])
-
-
 class CountRequest(MessagesRequest):
     """The body of a request for the number of tokens in a prompt."""
 
@@ -344,7 +328,8 @@ async def _count(exchange: Exchange) -> web.StreamResponse:
     return await exchange.respond({"input_tokens": num_tokens})
 
 
+_SHAPE: Any = {"error": _error, "error_event": lambda error: _event("error", error=_error(error)["error"])}
 ENDPOINTS = (
-    completing("/v1/messages", _read, error=_error, error_event=_error_event),
-    Endpoint(path="/v1/messages/count_tokens", answer=_count, error=_error, error_event=_error_event),
+    completing("/v1/messages", _read, **_SHAPE),
+    Endpoint(path="/v1/messages/count_tokens", answer=_count, **_SHAPE),
 )

@@ -8,26 +8,29 @@ calls of tools. The model may think before the form begins.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
-from arl.api.errors import ArlError, ConfigError, ImageError, PromptTooLongError
+from arl.api.errors import ArlError, ConfigError, ImageError, ModelError, PromptTooLongError
 from arl.api.grammar import Grammar, schemas_in, unenforced
 from arl.api.images import Image
-from arl.api.types import ModelResponse, SamplingParams
-from arl.runtime.http.bodies import BodyError, RequestError, refused, shown, wrong
-from arl.workflow.call_formats import CallFormat, CallSyntax, ToolCall, call_format_of
-from arl.workflow.chat_template import ChatTemplate
+from arl.api.types import ModelResponse, SamplingParams, new_id
+from arl.runtime.http.bodies import BodyError, RequestBody, RequestError, check_depth, refused, shown, wrong
+from arl.workflow.call_formats import CallFormat, CallSyntax, MalformedCall, ParsedAnswer, ToolCall
+from arl.workflow.chat_template import ChatTemplate, call_format_of
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
-from arl.workflow.messages import Content, Message, ToolSpecs, image_part, text_part
+from arl.workflow.messages import Content, Message, ToolSpecs, arguments_of, image_part, text_part
+from arl.workflow.template_facts import TemplateFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,10 +42,13 @@ MAX_SEED = (1 << 31) - 1
 ONLY_SAMPLED = "arl asks servers for the logprobs of the sampled tokens alone, as training needs no others"
 LOW_DETAIL = "is low: images are seen at the size that the model's image processor gives them; scale them down yourself"
 """Why the endpoint refuses a field."""
-_THINK, _END_OF_THINK = "<think>", "</think>"
 _ANY_TEXT = {"type": "any_text"}
-_TAIL = 8
-"""This many of a prompt's last tokens hold a <think> or a </think> at its end."""
+_THOUGHT = re.compile(r"\s*<think>\n*(.*?)\n*(?:</think>\n*|\Z)", re.DOTALL)
+"""Thinking of a model whose template knows none, as it may have been asked for in the prompt."""
+_text = partial(re.compile("[\ud800-\udfff]").sub, "\ufffd")
+"""Gives a text without halves of surrogate pairs: JSON can escape them, but no SDK sends them back."""
+_DEEPEST = 80
+"""How deep arguments may nest, so that a program can send them back: bodies have a limit, too."""
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 Count = Annotated[int, Field(ge=1)]
@@ -74,10 +80,25 @@ class Asked:
     where: str = "response_format"
     """The field with the output's form."""
     choice: ToolChoice = ToolChoice()
-    strict: frozenset[str] = frozenset()
-    """The tools whose calls must match their schemas."""
     only_one: bool = False
     """At most one call."""
+
+
+class FunctionTool(RequestBody, ignored=("type",), only={"defer_loading": (False,), "allowed_callers": (["direct"],)}):
+    """A tool that the program runs, of any protocol."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+    """Its calls must match the schema."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """The form that templates show, the same for all protocols and for arl's own tools."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +152,9 @@ class CalledTool:
     id: str
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, as the model wrote it."""
+    complaints: tuple[str, ...] = ()
+    """Why it lacks parameters that the model gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +163,10 @@ class Spoken:
 
     content: str
     reasoning: str | None
-    """The text within <think>; None if there is none."""
+    """The thinking; None if there is none."""
     tool_calls: tuple[CalledTool, ...]
+    malformed_calls: tuple[MalformedCall, ...]
+    """Their text stands in content."""
     finish_reason: Literal["stop", "length", "tool_calls"]
 
     @property
@@ -154,6 +179,14 @@ class Spoken:
             message["content"] = self.content or None
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
         return message
+
+    @property
+    def faults(self) -> dict[str, Any]:
+        """What could not be read of calls, in a field of arl's own, which SDKs pass on; nothing if all could."""
+        found = [(call.name, call.text, call.reason) for call in self.malformed_calls]
+        found += [(call.name, "", reason) for call in self.tool_calls for reason in call.complaints]
+        told = [{"name": _text(name), "text": _text(text), "reason": _text(reason)} for name, text, reason in found]
+        return {"malformed_tool_calls": told} if told else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,9 +253,18 @@ def sent_image(where: str, url: Any) -> Image:
         raise BodyError(f"{where} cannot be shown: {error}", param=where) from error
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's form. arguments: JSON."""
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in OpenAI's form."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def checked_arguments(where: str, given: Any) -> Any:
+    """The arguments of a call in a history: a JSON object or its text; none if empty. Raises BodyError for others."""
+    if given in (None, "", "null"):
+        return "{}"
+    if isinstance(arguments_of(given), Mapping):
+        return given
+    raise wrong(where, given, "a JSON object, as text")
 
 
 def openai_choice(given: Any) -> ToolChoice:
@@ -282,10 +324,11 @@ def one_of(forms: Sequence[tuple[str, Form]]) -> tuple[str, Form | None]:
     return forms[0] if forms else ("response_format", None)
 
 
-def grammar_of(form: Form | None, thinking: Thinking, budget: int | None) -> Grammar | None:
+def grammar_of(form: Form | None, thinking: Thinking, budget: int | None, facts: TemplateFacts) -> Grammar | None:
     """The grammar of an answer: thinking, if the model thinks, and then the form. None if the answer is free.
 
-    budget: at most this many tokens of thinking, after which the model must close it; None: any number.
+    budget: at most this many tokens of thinking, after which the model must close it; None: any number. facts: of the
+    template, which knows the tags of thinking.
     """
     if form is None and (thinking == "none" or budget is None):
         return None
@@ -299,9 +342,12 @@ def grammar_of(form: Form | None, thinking: Thinking, budget: int | None) -> Gra
     else:
         form = form or _ANY_TEXT
         content = _ANY_TEXT if budget is None else {**_ANY_TEXT, "max_tokens": budget}
-        begin = "" if thinking == "open" else _THINK
-        thought = {"type": "tag", "begin": begin, "content": content, "end": _END_OF_THINK}
-        whole = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s{0,4}"}, form]}
+        begin, end = facts.thought or ("", "")
+        thought = {"type": "tag", "begin": "" if thinking == "open" else begin, "content": content, "end": end}
+        between = {"type": "regex", "pattern": r"\s{0,4}"}
+        if facts.answer_opening:  # a channel of its own, in a message of its own
+            between = {"type": "const_string", "value": facts.header}
+        whole = {"type": "sequence", "elements": [thought, between, form]}
         if thinking == "possible" and budget is None:  # with a budget, text that thinks or not would escape the limit
             whole = {"type": "or", "elements": [whole, form]}
     return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": whole}))
@@ -339,7 +385,7 @@ class CallPolicy:
     def call(
         self,
         messages: Sequence[Message],
-        tools: ToolSpecs,
+        tools: Sequence[FunctionTool],
         asked: Asked,
         *,
         n: int = 1,
@@ -351,8 +397,6 @@ class CallPolicy:
     ) -> ChatCall:
         """A call. sampling: fields of SamplingParams, None if not named. Raises BodyError for unusable values, and
         ModelError for tools if the model's call format is unknown."""
-        if not self.constrains_strict_tools:
-            asked = replace(asked, strict=frozenset[str]())
         try:
             sampled = replace(self.sampling, **{name: value for name, value in sampling.items() if value is not None})
         except ValueError as error:
@@ -361,43 +405,49 @@ class CallPolicy:
             sampled = replace(sampled, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})
         return ChatCall(
             messages=messages,
-            tools=tools if asked.choice.mode != "none" else (),
+            tools=tuple(tool.spec for tool in tools) if asked.choice.mode != "none" else (),
             sampling=sampled,
             n=n,
             asked=asked,
-            form=self._form_of(asked, tools),
+            form=self._form_of(asked, tools, "" if text else self.template.facts.answer_opening),
             template_options=template_options or {},
             prefill=prefill,
             thinking_budget=thinking_budget,
             text=text,
         )
 
-    def _form_of(self, asked: Asked, tools: ToolSpecs) -> Form | None:
-        """The form of an answer, without thinking; None if it is free. Raises BodyError for what cannot be honoured."""
-        chosen = asked.choice
-        _check_names(chosen, tools)
+    def _form_of(self, asked: Asked, tools: Sequence[FunctionTool], opening: str) -> Form | None:
+        """The form of an answer, without thinking; None if it is free. opening: what the model writes before a text.
+
+        Raises BodyError for what cannot be honoured.
+        """
+        chosen, output = asked.choice, asked.output
+        if output and opening:
+            output = {"type": "sequence", "elements": [{"type": "const_string", "value": opening}, output]}
+        _check_names(chosen, [tool.name for tool in tools])
         if chosen.mode == "none" or not tools:
-            return asked.output
+            return output
         call_format = self._call_format
         is_forced = chosen.mode == "required"
-        if not (is_forced or asked.output or chosen.names is not None or asked.strict):
+        strict = {tool.name for tool in tools if tool.strict and self.constrains_strict_tools}
+        if not (is_forced or asked.output or chosen.names is not None or strict):
             return None
         where = "tool_choice" if is_forced or chosen.names is not None else asked.where if asked.output else "strict"
         syntax = getattr(call_format, "syntax", None)
-        if not isinstance(syntax, CallSyntax):
-            why = f"the model calls tools in the format {call_format!r}, which does not say how calls are written"
+        if not isinstance(syntax, CallSyntax) or not syntax.can_be_forced:
+            why = f"the model calls tools in the format {call_format!r}, which grammars cannot say"
             raise refused(where, f"cannot be honoured here: {why} (syntax)", can_be_dropped=True)
         tags: list[dict[str, Any]] = []
-        for i, function in enumerate(tool["function"] for tool in tools):
-            if chosen.names is None or function["name"] in chosen.names:
-                schema, is_strict = function.get("parameters") or {"type": "object"}, function["name"] in asked.strict
-                form = json_schema(f"tools[{i}].parameters", schema, is_strict=is_strict)
-                tags.append(syntax.tag(function["name"], {**form["json_schema"], "type": "object"}))
+        for i, tool in enumerate(tools):
+            if chosen.names is None or tool.name in chosen.names:
+                schema = tool.parameters or {"type": "object"}
+                form = json_schema(f"tools[{i}].parameters", schema, is_strict=tool.name in strict)
+                tags.append(syntax.tag(tool.name, {**form["json_schema"], "type": "object"}))
         calls = syntax.calls(tags, only_one=asked.only_one)
         if is_forced:
             return calls
-        if asked.output:
-            return {"type": "or", "elements": [calls, asked.output]}
+        if output:
+            return {"type": "or", "elements": [calls, output]}
         if not syntax.trigger:
             why = f"nothing tells the beginning of a call in the model's format, {call_format!r}, from other text"
             raise refused(where, f"cannot be honoured here: {why}", can_be_dropped=True)
@@ -405,10 +455,11 @@ class CallPolicy:
 
     def template_with(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The template with a call's options. Raises BodyError for an option that is not the template's."""
-        settings = inspect.signature(type(self.tokenizer).apply_chat_template).parameters
-        for name in options.keys() & settings:
-            where = f"chat_template_kwargs.{name}"
-            raise refused(where, "is a setting of the tokenizer, not a variable of the chat template; leave it out")
+        for name, value in options.items():
+            try:
+                self.template.with_options({name: value})
+            except ModelError as error:
+                raise refused(f"chat_template_kwargs.{name}", f"has no effect: {error}", can_be_dropped=True) from error
         return self.template.with_options(options) if options else self.template
 
     def within_context(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
@@ -422,35 +473,46 @@ class CallPolicy:
             )
         return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
 
-    def thinking_of(self, prompt: Prompt, call: ChatCall) -> Thinking:
-        """How the answer to a prompt begins. A prompt may end with <think>, or with </think> to have no thinking."""
-        if call.text is not None or _THINK not in str(self.tokenizer.chat_template):
+    def thinking_of(self, facts: TemplateFacts, prompt: Prompt, call: ChatCall) -> Thinking:
+        """How the answer to a prompt begins. The prompt may open the thinking, or close it to have none."""
+        opened = prompt.begun.removesuffix(call.prefill)
+        if call.prefill and (begin := opened.strip() or facts.answer_opening):
+            reason = (
+                f"end with an assistant's message, but the model's answers begin with {begin}, and this one would not"
+            )
+            raise refused("messages", f"{reason}; end with a user's message")
+        if call.text is not None or facts.thought is None:
             return "none"
-        given = prompt.given_ids[: len(prompt.given_ids) - prompt.num_prefilled]
-        end = str(self.tokenizer.decode(list(given[-_TAIL:]))).rstrip()
-        if end.endswith(_THINK):
-            if call.prefill:
-                reason = "end with an assistant's message, but the chat template begins the answer with <think>, within"
-                raise refused("messages", f"{reason} which it would stand; end with a user's message")
+        if opened:
             return "open"
-        is_possible = not end.endswith(_END_OF_THINK) and not call.prefill and self.reasoning == "apart"
-        return "possible" if is_possible else "none"
+        is_closed = prompt.shown.text.rstrip().endswith(facts.thought[1])
+        return "none" if is_closed or call.prefill or self.reasoning == "inline" else "possible"
 
-    def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
-        """The parts of a sampled text, as the program receives them. is_thinking: the prompt has opened <think>."""
+    def spoken(self, text: str, response: ModelResponse, call: ChatCall, template: ChatTemplate, opened: str) -> Spoken:
+        """The parts of a sampled text, as the program receives them. opened: the thinking that the prompt began."""
         stops = [at for stop in call.sampling.stop if (at := text.find(stop)) >= 0]
         said, reasoning = text[: min(stops, default=len(text))], None
         if self.reasoning == "apart" and call.text is None:
-            head, tag, rest = said.partition(_THINK)
-            if tag and not head.strip():
-                said, is_thinking = rest, True
-            if is_thinking:
-                thought, _, said = said.partition(_END_OF_THINK)
-                reasoning, said = thought.strip("\n"), said.lstrip("\n")
-        said, calls = self._calls(said, call) if call.tools else (said, ())
+            reasoning, said = template.facts.split(said, opened)
+            if reasoning is None and (found := _THOUGHT.match(said)):
+                reasoning, said = found[1], said[found.end() :]
+        parsed = self._call_format.parse(said, call.tools) if call.tools else ParsedAnswer(content=said)
+        read = [_called(one) if isinstance(one, ToolCall) else one for one in parsed.calls]
+        calls = tuple(one for one in read if isinstance(one, CalledTool))
+        malformed = tuple(one for one in read if isinstance(one, MalformedCall))
+        ids = [one.id for one in calls]
+        if len(set(ids)) < len(ids):  # programs tell results apart by them
+            calls = tuple(replace(one, id=new_id()[:9]) if one.id in ids[:i] else one for i, one in enumerate(calls))
+        if calls or not malformed:  # else it stays text as a whole
+            said = "\n".join(filter(None, (parsed.content, *(one.text for one in malformed))))
+            reasoning = "\n".join(filter(None, (reasoning, parsed.reasoning))) if parsed.reasoning else reasoning
         ended = "stop" if response.stop_reason == "stop" else "length"  # an aborted answer is as incomplete
         return Spoken(
-            content=said, reasoning=reasoning, tool_calls=calls, finish_reason="tool_calls" if calls else ended
+            content=said,
+            reasoning=reasoning,
+            tool_calls=calls[:1] if call.asked.only_one else calls,
+            malformed_calls=malformed,
+            finish_reason="tool_calls" if calls else ended,
         )
 
     def token_texts(self, response: ModelResponse) -> list[str]:
@@ -461,22 +523,22 @@ class CallPolicy:
     def _call_format(self) -> CallFormat:
         return self.call_format or call_format_of(self.tokenizer)
 
-    def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
-        """The text outside tool calls, and the calls. An answer with an unreadable call stays text."""
-        parsed = self._call_format.parse(said)
-        read = [one for one in parsed.calls if isinstance(one, ToolCall)]
-        if len(read) < len(parsed.calls) or not read:
-            return said, ()
-        called = [
-            CalledTool(id=one.id, name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
-            for one in read
-        ]
-        return parsed.content, tuple(called[:1] if call.asked.only_one else called)
+
+def _called(call: ToolCall) -> CalledTool | MalformedCall:
+    """The call as SDKs can read it and send it back."""
+    try:
+        check_depth(call.arguments, _DEEPEST)
+        arguments = _text(json.dumps(call.arguments, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(name=call.name, reason=f"no program could read the arguments: {error}", text=call.written)
+    with suppress(ValueError):
+        if isinstance(from_json(call.written), dict):  # the SDKs' parser, which takes no halves of pairs
+            arguments = call.written
+    return CalledTool(id=_text(call.id), name=_text(call.name), arguments=arguments, complaints=call.complaints)
 
 
-def _check_names(choice: ToolChoice, tools: ToolSpecs) -> None:
-    known = [tool["function"]["name"] for tool in tools]
-    if choice.mode == "required" and not tools:
+def _check_names(choice: ToolChoice, known: Sequence[str]) -> None:
+    if choice.mode == "required" and not known:
         reason = "asks for a call, but there are no tools"
     elif choice.names == ():
         reason = "allows no tool; name at least one"

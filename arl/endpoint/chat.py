@@ -23,7 +23,9 @@ from arl.endpoint.calls import (
     ChatCall,
     Count,
     Form,
+    FunctionTool,
     GivenText,
+    checked_arguments,
     content_of,
     json_schema,
     one_of,
@@ -40,6 +42,8 @@ from arl.workflow.messages import arguments_of
 _MAX_SAMPLES = 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
+_READ = ("tool_calls", "malformed_tool_calls")
+"""Fields of an assistant's message that the template does not get as they are sent."""
 _UNALTERED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,), "repetition_penalty": (1,),
 }  # fmt: skip
@@ -118,6 +122,11 @@ class ResponseFormat(RequestBody):
     json_schema: Schema | None = None
 
 
+class ChatTool(RequestBody, ignored=("cache_control",)):
+    type: Literal["function"]
+    function: FunctionTool
+
+
 class ChatRequest(
     SampledBody,
     # Agents send these fields of style by default; the model decides how to think and to write.
@@ -144,7 +153,7 @@ class ChatRequest(
     """The body of a chat completion."""
 
     messages: Annotated[list[Any], Field(min_length=1)]
-    tools: list[Any] = Field(default_factory=list)
+    tools: list[ChatTool] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
@@ -185,16 +194,19 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if content is not None or role != "assistant":
         part = _seen if role in ("user", "tool") else _part
         content = content_of(f"{where}.content", content, part, "\n")
-    made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    made = {name: value for name, value in message.items() if value is not None and name not in _READ}
     made |= {"role": _ROLES[role], "content": content or ""}
     if calls := message.get("tool_calls"):
+        made["tool_calls"] = []
         for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
             match call:
-                case {"function": {"name": str(), "arguments": str()}}:
-                    continue
-            at, known = f"{where}.tool_calls[{i}]", '{"id", "type": "function", "function": {"name", "arguments"}}'
-            raise wrong(at, call, f"a call: {known}")
-        made["tool_calls"] = calls
+                case {"function": {"name": str()} as function}:
+                    at = f"{where}.tool_calls[{i}].function.arguments"
+                    function = {**function, "arguments": checked_arguments(at, function.get("arguments"))}
+                    made["tool_calls"].append({**call, "function": function})
+                case _:
+                    known = '{"id", "type": "function", "function": {"name", "arguments"}}'
+                    raise wrong(f"{where}.tool_calls[{i}]", call, f"a call: {known}")
     return made
 
 
@@ -214,16 +226,6 @@ def _part(where: str, part: Any) -> str:
             return text
     kind = part.get("type") if isinstance(part, dict) else None
     raise refused(where, f"is of type {shown(kind)}, which cannot be shown to the model here")
-
-
-def _tool(where: str, tool: Any) -> Mapping[str, Any]:
-    match tool:
-        case {"type": "function", "function": {"name": str(name)} as function} if name:
-            parameters = function.get("parameters")
-            if parameters is not None and not isinstance(parameters, dict):
-                raise wrong(f"{where}.function.parameters", parameters, "a JSON schema")
-            return tool
-    raise wrong(where, tool, 'a function: {"type": "function", "function": {"name", "description", "parameters"}}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +279,7 @@ class ChatWire(SampledWire):
     def choice(self, index: int, answer: CallAnswer) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {**answer.spoken.message, "refusal": None},
+            "message": {**answer.spoken.message, "refusal": None, **answer.spoken.faults},
             "logprobs": self._logprobs(answer),
             "finish_reason": self._finish_reason(answer),
         }
@@ -293,7 +295,7 @@ class ChatWire(SampledWire):
         for k, call in enumerate(spoken.tool_calls):
             called = {"index": k, **tool_call(call.id, call.name, call.arguments)}
             yield {"index": index, "delta": {"tool_calls": [called]}, **rest}
-        yield {"index": index, "delta": {}, **rest, "finish_reason": self._finish_reason(answer)}
+        yield {"index": index, "delta": spoken.faults, **rest, "finish_reason": self._finish_reason(answer)}
 
     def _finish_reason(self, answer: CallAnswer) -> str:
         """As OpenAI has it: a call that the program named is a stop."""
@@ -338,7 +340,6 @@ class CompletionWire(SampledWire):
 
 def _chat(exchange: Exchange) -> ChatWire:
     asked, policy = exchange.parsed(ChatRequest), exchange.session.policy
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     given, where = asked.response_format, "response_format.json_schema"
     if given.type == "json_schema" and given.json_schema is None:
         raise BodyError(f"{where} is missing", param=where)
@@ -346,13 +347,9 @@ def _chat(exchange: Exchange) -> ChatWire:
     where, output = asked.form(*([("response_format", form)] if form else []))
     call = policy.call(
         tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
-        tools,
+        [tool.function for tool in asked.tools],
         Asked(
-            output=output,
-            where=where,
-            choice=openai_choice(asked.tool_choice),
-            strict=frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict")),
-            only_one=not asked.parallel_tool_calls,
+            output=output, where=where, choice=openai_choice(asked.tool_choice), only_one=not asked.parallel_tool_calls
         ),
         n=asked.n,
         template_options=asked.chat_template_kwargs,
@@ -366,8 +363,7 @@ def _completion(exchange: Exchange) -> CompletionWire:
     if asked.logprobs:
         raise refused("logprobs", f"is {asked.logprobs}: {ONLY_SAMPLED}; set it to 0", can_be_dropped=True)
     where, output = asked.form()
-    prompt = _prompt(asked.prompt, policy.tokenizer)
-    text = GivenText(prompt=prompt, adds_special_tokens=asked.add_special_tokens)
+    text = GivenText(prompt=_prompt(asked.prompt, policy.tokenizer), adds_special_tokens=asked.add_special_tokens)
     call = policy.call((), (), Asked(output=output, where=where), n=asked.n, text=text, **asked.sampling)
     return CompletionWire(asked=asked, call=call, policy=policy)
 
@@ -384,4 +380,4 @@ def _prompt(given: Any, tokenizer: Any) -> str | tuple[int, ...]:
     raise wrong("prompt", given, "a text or a list of token ids, not empty; send one prompt a call")
 
 
-ENDPOINTS = (completing("/v1/chat/completions", _chat), completing("/v1/completions", _completion))
+ENDPOINTS = (completing("/v1/chat/completions", _chat), completing("/v1/completions", _completion, said="prompt"))

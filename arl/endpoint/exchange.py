@@ -111,14 +111,11 @@ class Exchange:
         response = json_response(content, status, headers)
         await response.prepare(self.request)
         await response.write_eof()
-        self._check_taken()
-        return response
+        return self._taken(response)
 
     async def end_stream(self, events: str) -> web.StreamResponse:
         """Send the last events, as `respond` does."""
-        response = await self.stream.end(events)
-        self._check_taken()
-        return response
+        return self._taken(await self.stream.end(events))
 
     async def complete(self, read: Callable[[Exchange], Wire]) -> web.StreamResponse:
         """Answer a call of the model. Forget answers that nobody took, or that the program asks for again.
@@ -176,24 +173,22 @@ class Exchange:
         transport = self.request.transport
         return transport is None or transport.is_closing()
 
-    def _check_taken(self) -> None:
+    def _taken(self, response: web.StreamResponse) -> web.StreamResponse:
         if self.is_over:
             raise ConnectionResetError("the program closed the connection before the answer was sent")
+        return response
 
 
-def refusal_of(error: Exception) -> RequestError:
-    """The error to send to the program, whatever went wrong."""
+def refusal_of(error: Exception, said: str = "messages") -> RequestError:
+    """The error to send to the program, whatever went wrong. said: the field with what the model is shown."""
     match error:
         case RequestError():
             return error
         case PromptTooLongError():
-            return RefusedCallError(
-                f"This model's maximum context length is exceeded: {error}",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            text = f"This model's maximum context length is exceeded: {error}"
+            return RefusedCallError(text, param=said, code="context_length_exceeded")
         case ModelError() | ImageError():
-            return RefusedCallError(str(error), param="messages", code="invalid_value")
+            return RefusedCallError(str(error), param=said, code="invalid_value")
         case RequestTimeoutError():
             return RefusedCallError(str(error), status=504, code="timeout")
         case ServerError() | EngineClosedError():
@@ -211,10 +206,6 @@ def openai_error(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, **named}}
 
 
-def openai_error_event(error: RequestError) -> str:
-    return event(openai_error(error))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """One path of the server, and the shape of its protocol's errors: OpenAI's unless it says otherwise."""
@@ -222,9 +213,11 @@ class Endpoint:
     method: str = "POST"
     path: str
     answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+    said: str = "messages"
+    """The field with what the model is shown."""
     error: Callable[[RequestError], Any] = openai_error
     """The body of a refusal."""
-    error_event: Callable[[RequestError], str] = openai_error_event
+    error_event: Callable[[RequestError], str] = lambda error: event(openai_error(error))
     """A refusal in a stream that has begun."""
 
     async def refuse(self, exchange: Exchange, error: RequestError) -> web.StreamResponse:

@@ -95,11 +95,9 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
 
 
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
-    request = exchange.request
     known = ", ".join(f"{method} {path}" for method, path in _ROUTES)
-    raise RefusedCallError(
-        f"{request.method} {request.path} is not served here; the paths are {known}", status=404, code="not_found"
-    )
+    what = f"{exchange.request.method} {exchange.request.path} is not served here"
+    raise RefusedCallError(f"{what}; the paths are {known}", status=404, code="not_found")
 
 
 _ROUTES = {
@@ -217,10 +215,18 @@ class OpenAIProxy(CallPolicy, Shared):
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
         if other := self._others.get(request.path.split("/", 2)[1]):
             return await other(request)
-        name, role, endpoint = _route(request.method, request.path)
-        door = self._sessions.get(name) or self._shared.get(name)
-        expected = door.api_key if door else _NO_KEY
-        is_valid = is_same(_key_of(request), expected)
+        _, prefix, name, rest = (*request.path.split("/", 3), "", "", "")[:4]
+        role, endpoint = AGENT, _ROUTES.get((request.method, f"/{rest}"))
+        if endpoint is None:
+            role, _, rest = rest.partition("/")
+            endpoint = _ROUTES.get((request.method, f"/{rest}")) if is_role(role) else None
+        if prefix != "e" or endpoint is None:
+            endpoint = _UNKNOWN
+        door = (self._sessions.get(name) or self._shared.get(name)) if prefix == "e" else None
+        # The key, as arl's, OpenAI's or Anthropic's clients send it.
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        usual = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        is_valid = is_same(request.headers.get(KEY_HEADER, usual), door.api_key if door else _NO_KEY)
         place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
         if not is_valid or place is None:
             return json_response(endpoint.error(_INVALID_KEY), _INVALID_KEY.status)
@@ -252,7 +258,7 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
         if isinstance(error, ConnectionResetError) or exchange.is_over:
             session.counts.cancelled += 1
             return _hung_up(exchange.request)
-        refusal = refusal_of(error)
+        refusal = refusal_of(error, endpoint.said)
         session.note(error, refusal)
         with suppress(ConnectionResetError):
             return await endpoint.refuse(exchange, refusal)
@@ -264,21 +270,3 @@ def _hung_up(request: web.Request) -> web.StreamResponse:
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=HTTPStatus.BAD_REQUEST)
-
-
-def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
-    """The episode, the role and the endpoint in a path; "" and _UNKNOWN for the missing ones."""
-    _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
-    if prefix != "e":
-        return "", AGENT, _UNKNOWN
-    if endpoint := _ROUTES.get((method, f"/{rest}")):
-        return name, AGENT, endpoint
-    role, _, rest = rest.partition("/")
-    return name, role, _ROUTES.get((method, f"/{rest}"), _UNKNOWN) if is_role(role) else _UNKNOWN
-
-
-def _key_of(request: web.Request) -> str:
-    """The key, as arl's, OpenAI's or Anthropic's clients send it."""
-    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    usual = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return request.headers.get(KEY_HEADER, usual)

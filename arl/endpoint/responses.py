@@ -22,8 +22,10 @@ from arl.endpoint.calls import (
     Asked,
     CallAnswer,
     ChatCall,
+    FunctionTool,
     RefusedCallError,
     Spoken,
+    checked_arguments,
     content_of,
     openai_choice,
     sent_image,
@@ -47,15 +49,8 @@ class TextStyle(RequestBody, ignored=("verbosity",)):
     format: TextFormat = TextFormat()
 
 
-class FunctionTool(
-    RequestBody,
-    ignored=("type", "output_schema"),
-    only={"defer_loading": (False,), "allowed_callers": (["direct"],)},
-):
-    name: str = ""
-    description: str = ""
-    parameters: Any = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    strict: bool = False
+class ResponsesTool(FunctionTool, ignored=("type", "output_schema")):
+    """A tool without Chat's object around it."""
 
 
 class ResponsesRequest(
@@ -130,7 +125,8 @@ def _messages(given: Any) -> list[Message]:
             case {"type": "reasoning"}:  # another model's is encrypted or summarised, without a content
                 if thoughts := _text(f"{where}.content", item.get("content") or "", {"reasoning_text"}):
                     answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
-            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            case {"type": "function_call", "call_id": str(call_id), "name": str(name)}:
+                arguments = checked_arguments(f"{where}.arguments", item.get("arguments"))
                 answer_without().setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
             case {"type": "function_call_output", "call_id": str(call_id)}:
                 output = content_of(f"{where}.output", item.get("output") or "", _seen, " ")
@@ -218,6 +214,7 @@ class ResponsesWire:
             "top_p": self.call.sampling.top_p,
             "metadata": asked.metadata,
             "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
+            **answer.spoken.faults,
         }
         if asked.store:
             self.stored[response["id"]] = (*self.said, answer.spoken.message)
@@ -291,15 +288,13 @@ def _read(exchange: Exchange) -> ResponsesWire:
             code="previous_response_not_found",
         )
     said = (*(stored[previous] if previous else ()), *_messages(asked.input))
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     call = exchange.session.policy.call(
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
-        [{"type": "function", "function": tool.model_dump(exclude={"strict"})} for tool in tools],
+        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
         Asked(
             output=text_form("text.format.schema", asked.text.format.type, asked.text.format.json_schema),
             where="text.format",
             choice=openai_choice(asked.tool_choice),
-            strict=frozenset(tool.name for tool in tools if tool.strict),
             only_one=not asked.parallel_tool_calls,
         ),
         max_new_tokens=asked.max_output_tokens,
@@ -313,7 +308,7 @@ def _tool(where: str, tool: Any) -> FunctionTool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         raise refused(where, f"is of type {shown(kind)}; there are no hosted tools: send the program's own functions")
-    return validated(FunctionTool, tool, where)
+    return validated(ResponsesTool, tool, where)
 
 
-ENDPOINT = completing("/v1/responses", _read, error_event=_error_event)
+ENDPOINT = completing("/v1/responses", _read, said="input", error_event=_error_event)

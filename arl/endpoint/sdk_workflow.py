@@ -21,7 +21,7 @@ from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.endpoint.proxy import OpenAIProxy, proxy_of
 from arl.endpoint.session import EpisodeSession
-from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.adapt import RewardLike, as_reward, try_rewards
 from arl.rewards.threads import CallThreads
 from arl.runtime.clocks import off_the_clock
 
@@ -174,6 +174,9 @@ class SDKWorkflow(Shared, RolloutWorkflow):
             self._places = asyncio.Semaphore(self._program.num_places)
         await opened.enter_async_context(self.proxy)
         await opened.enter_async_context(self._score)
+
+    async def arehearse(self, examples: Sequence[Example]) -> None:
+        await try_rewards([self._score], examples, gets_text=False, is_open=self.is_open)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         waited: dict[str, float] = {}

@@ -49,7 +49,7 @@ from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.endpoint.proxy import OpenAIProxy, proxy_of
 from arl.endpoint.session import EpisodeSession
-from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.adapt import RewardLike, as_reward, try_rewards
 from arl.runtime.clocks import CLOCK, off_the_clock
 from arl.runtime.http.bodies import Name, RequestBody, RequestError, must_be, parse
 from arl.runtime.http.server import answering, body_of, is_same, json_response
@@ -340,11 +340,8 @@ def _outcome_of(episode: PlayedEpisode, error: BaseException | None) -> Outcome:
         elif episode.left_s == 0:
             why = "it took longer than rollout.episode_timeout_s"
         return Outcome(state="gone", error=f"the episode {episode.id} is over: {why}")
-    status = HTTPStatus.INTERNAL_SERVER_ERROR
-    if isinstance(error, ProgramError):  # its program said so
-        status = HTTPStatus.OK
-    elif isinstance(error, TrajectoryError):
-        status = HTTPStatus.CONFLICT
+    known = {ProgramError: HTTPStatus.OK, TrajectoryError: HTTPStatus.CONFLICT}  # the first: its program said so
+    status = next((code for kind, code in known.items() if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
     return Outcome(state="failed", error=f"{type(error).__name__}: {error}", status=status)
 
 
@@ -398,6 +395,9 @@ class ServedWorkflow(Shared, RolloutWorkflow):
         opened.enter_context(self._proxy.answering(_PATH, answer))
         opened.push_async_callback(self._episodes.close)
         self._on_open(f"{self._proxy.url}/{_PATH}")
+
+    async def arehearse(self, examples: Sequence[Example]) -> None:
+        await try_rewards([self._score] if self._score else [], examples, gets_text=False, is_open=self.is_open)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory] | None:
         if not self.is_open:
@@ -472,7 +472,20 @@ class ServedWorkflow(Shared, RolloutWorkflow):
             headers = {"Retry-After": str(_RETRY_AFTER_S)}
             return json_response({"error": why}, HTTPStatus.SERVICE_UNAVAILABLE, headers)
         try:
-            response = json_response(self._told(episode, request), HTTPStatus.CREATED)
+            url = episode.session.url
+            if self._proxy.address.public_url is None:  # by this address the program reaches it
+                url = f"{request.scheme}://{request.host}{urlsplit(url).path}"
+            told = {
+                "example": _json_value(dict(episode.data)),  # first: tools that look for text find the last "id"
+                "id": episode.id,
+                "base_url": f"{url}/v1",
+                "url": url,
+                "api_key": episode.session.api_key,
+                "evaluation": episode.is_evaluation,
+                "deadline_s": episode.left_s,
+                "lease_s": self._lease_s,
+            }
+            response = json_response(told, HTTPStatus.CREATED)
             await response.prepare(request)
             await response.write_eof()
             if request.transport is None or request.transport.is_closing():
@@ -482,21 +495,6 @@ class ServedWorkflow(Shared, RolloutWorkflow):
             raise
         self._episodes.sent(episode)
         return response
-
-    def _told(self, episode: PlayedEpisode, request: web.Request) -> dict[str, Any]:
-        url = episode.session.url
-        if self._proxy.address.public_url is None:  # by this address the program reaches it
-            url = f"{request.scheme}://{request.host}{urlsplit(url).path}"
-        return {
-            "example": _json_value(dict(episode.data)),  # first: tools that look for text find the last "id"
-            "id": episode.id,
-            "base_url": f"{url}/v1",
-            "url": url,
-            "api_key": episode.session.api_key,
-            "evaluation": episode.is_evaluation,
-            "deadline_s": episode.left_s,
-            "lease_s": self._lease_s,
-        }
 
     def _end_in(self, raw: bytes) -> PlayedEnd:
         """Raises RequestError for an end that contradicts itself, or cannot be scored."""

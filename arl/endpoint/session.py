@@ -29,6 +29,7 @@ from arl.endpoint.calls import (
 )
 from arl.rewards.threads import together
 from arl.runtime.http.bodies import RequestError
+from arl.workflow.chat_template import encode_once
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Shown, Turn
 from arl.workflow.messages import Message, history_key
@@ -44,7 +45,8 @@ class TextDialogue(Dialogue):
         tokenizer = self.template.tokenizer
         if isinstance(rest, str):
             is_first = given.adds_special_tokens and parent is None
-            ids = tuple(tokenizer.encode(rest, add_special_tokens=is_first)) if rest else ()
+            encoded = encode_once(tokenizer, rest) if is_first else tokenizer.encode(rest, add_special_tokens=False)
+            ids = tuple(encoded) if rest else ()
         else:
             ids = rest
         text = given.prompt if isinstance(given.prompt, str) else str(tokenizer.decode(list(given.prompt)))
@@ -117,8 +119,9 @@ class Speaker:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` and `aprompt` do."""
         policy = self._policy
         dialogue, prompt = await self.aprompt(call)
-        thinking = policy.thinking_of(prompt, call)
-        grammar = grammar_of(call.form, thinking, call.thinking_budget)
+        facts = dialogue.template.facts
+        thinking = policy.thinking_of(facts, prompt, call)
+        grammar = grammar_of(call.form, thinking, call.thinking_budget, facts)
         input_ids: Any = dialogue.input_array(prompt)
         try:
             sampling = policy.within_context(replace(call.sampling, grammar=grammar), len(input_ids))
@@ -146,7 +149,7 @@ class Speaker:
         read: list[tuple[ModelResponse, Spoken, Message]] = []
         for response in responses:
             text = policy.template.text_of(response.output_ids, response.stop_reason)
-            spoken = policy.spoken(text, response, call, is_thinking=thinking == "open")
+            spoken = policy.spoken(text, response, call, dialogue.template, prompt.begun.removesuffix(call.prefill))
             message = spoken.message
             if call.prefill:
                 message["content"] = call.prefill + (message["content"] or "")
@@ -175,6 +178,8 @@ class CallCounts:
     """Calls that the program gave up, or that the episode's end interrupted."""
     repeated: int = 0
     """Answers that an SDK did not read and asked for again; they are forgotten."""
+    malformed: int = 0
+    """Tool calls in kept answers that could not be read."""
     ignored: int = 0
     """Fields that the endpoint could not honour and ignored, as it was told to."""
 
@@ -246,6 +251,7 @@ class EpisodeSession:
             "calls_failed": counts.failed,
             "calls_cancelled": counts.cancelled,
             "calls_repeated": counts.repeated,
+            "malformed_calls": counts.malformed,
             "fields_ignored": counts.ignored,
             "branches": branches,
         }
@@ -298,6 +304,7 @@ class EpisodeSession:
         """Note that a call was answered. key: the digest of its body."""
         self._read[key].append(answers)
         self.counts.answered += 1
+        self.counts.malformed += sum(len(answer.spoken.malformed_calls) for answer in answers)
 
     def not_sent(self, key: bytes, role: str, answers: Sequence[CallAnswer]) -> None:
         """Forget the answers to a call that nobody took."""
@@ -313,7 +320,8 @@ class EpisodeSession:
         if self._num_unanswered[key]:
             self._num_unanswered[key] -= 1
         elif self._read[key]:
-            self.speaker(role).forget(self._read[key].pop())
+            self.speaker(role).forget(unread := self._read[key].pop())
+            self.counts.malformed -= sum(len(answer.spoken.malformed_calls) for answer in unread)
             self.counts.answered -= 1
             self.counts.repeated += 1
 

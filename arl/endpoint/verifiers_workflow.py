@@ -136,10 +136,17 @@ class VerifiersWorkflow(Shared, RolloutWorkflow):
                         self._shared.admitting(trace.id, session, trace.agent.name)
                     ),
                 )
-        if not self.env.complete(episode):
-            cause = session.errors[0] if session.errors else None
-            raise EnvironmentFailedError(_why(episode)) from cause
-        return _trajectories(episode, session)
+        if self.env.complete(episode):
+            return _trajectories(episode, session)
+        why = "ended without a result, and does not say why"
+        errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
+        errors += [("environment", error) for error in episode.errors]
+        if errors:
+            where, error = errors[0]
+            traceback = f"\n{error.traceback}" if error.traceback else ""
+            why = f"failed in its {where}: {error.type}: {error.message}{traceback}"
+        cause = session.errors[0] if session.errors else None
+        raise EnvironmentFailedError(f"the environment {episode.env.id} {why}") from cause
 
 
 def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajectory]:
@@ -163,16 +170,6 @@ def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajecto
         ended = ", ".join(str(trace.stop_condition) for trace in episode.traces)
         raise EnvironmentFailedError(f"no trained agent called the model; the agents ended by: {ended}")
     return made
-
-
-def _why(episode: vf.Episode) -> str:
-    errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
-    errors += [("environment", error) for error in episode.errors]
-    if not errors:
-        return f"the environment {episode.env.id} ended without a result, and does not say why"
-    where, error = errors[0]
-    traceback = f"\n{error.traceback}" if error.traceback else ""
-    return f"the environment {episode.env.id} failed in its {where}: {error.type}: {error.message}{traceback}"
 
 
 class ChatHarnessConfig(vf.HarnessConfig):

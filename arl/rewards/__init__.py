@@ -3,7 +3,7 @@
 | module | what lives there |
 |---|---|
 | score | Score, and what all rewards share |
-| adapt | as_reward, WeightedReward, rewards on the event loop |
+| adapt | as_reward, from_trl, WeightedReward, rewards on the event loop |
 | pool, threads | blocking functions in worker processes, or in threads |
 | answers | matches of text, numbers, choices, tags, JSON, regular expressions |
 | mathematics | math-verify |
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
-    from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward
+    from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward, from_trl
     from arl.rewards.answers import (
         ChoiceMatch,
         ExactMatch,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "arl.rewards.adapt": "AsyncReward InlineReward WeightedReward as_reward",
+    "arl.rewards.adapt": "AsyncReward InlineReward WeightedReward as_reward from_trl",
     "arl.rewards.answers": "ChoiceMatch ExactMatch InTag JsonFormat NumericMatch Tags last_boxed last_number matches",
     "arl.rewards.judge": "ChatServer JudgeReward",
     "arl.rewards.mathematics": "MathEquality math_reward",

@@ -1,16 +1,18 @@
-"""as_reward turns a user's function into a reward that workflows await; WeightedReward adds up several rewards."""
+"""as_reward turns a user's function into a reward that workflows await, from_trl one that was written for TRL.
+WeightedReward adds up several rewards, and try_rewards tries rewards before a run."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Generic, ParamSpec, cast
 
-from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.errors import ConfigError, RewardError, RewardTimeoutError, users_frames
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
@@ -28,11 +30,13 @@ from arl.rewards.score import (
     reports,
     score_of,
 )
-from arl.rewards.threads import ThreadReward, together
+from arl.rewards.threads import ThreadReward, contained, together
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+_PATIENCE_S = 60.0
+"""How long a made-up answer is scored before a run, by a reward without a time limit of its own."""
 
 RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
 """A function of answer and example, sync or async, or a ready-made reward."""
@@ -115,6 +119,7 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
     """
     if isinstance(reward, type) or not callable(reward):
         raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
+    check_signature(reward)
     if is_ready(reward):
         if timeout_s is not None or workers is not None:
             raise ConfigError(f"{name_of(reward)} has its own limits; set timeout_s and workers where it is made")
@@ -128,7 +133,6 @@ def is_ready(reward: object) -> bool:
 
 
 def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
-    check_signature(function)
     if not inspect.iscoroutinefunction(function):
         num_workers = 2 if workers is None else workers
         if is_typed_in(function):
@@ -149,6 +153,11 @@ def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
 
 def check_signature(function: Any) -> None:
     """Raise ConfigError unless the function can be called with an answer and its example."""
+    if takes := {"completions", "completion_ids"} & _needed(function):
+        raise ConfigError(
+            f"reward {name_of(function)} takes {min(takes)}, as TRL calls rewards, and arl calls (answer, data); give "
+            "arl.rewards.from_trl(...) of it"
+        )
     try:
         inspect.signature(function).bind("", {})
     except TypeError as error:
@@ -157,6 +166,14 @@ def check_signature(function: Any) -> None:
         ) from None
     except ValueError:  # a C function without a signature
         return
+
+
+def _needed(function: Callable[..., Any]) -> set[str]:
+    """The names of parameters without a default."""
+    try:
+        return {name for name, one in inspect.signature(function).parameters.items() if one.default is one.empty}
+    except ValueError:  # a C function without a signature
+        return set()
 
 
 class WeightedReward(Shared):
@@ -211,3 +228,104 @@ async def _part(name: str, reward: WorkflowReward, answer: str, data: Example) -
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, RewardError) else repr(error)
         raise RewardError(f"the part {name!r} of the reward: {said}") from error
+
+
+def from_trl(
+    function: Callable[..., Any], *, conversational: bool | None = None, tokenizer: Any = None, timeout_s: float = 30.0
+) -> RewardLike:
+    """A reward from one of TRL's trainers: it gets lists of one prompt, one completion and one value of each column.
+
+    conversational: whether the completion is a list of one message; unset, if the row's prompt is one of messages.
+    tokenizer: makes `completion_ids` of the answer's text. timeout_s: of an async function. What the function gives to
+    `log_metric` is a metric. None or NaN, TRL's "not applicable", counts as 0, as in TRL's sum, with the metric
+    not_applicable. Raises ConfigError for a function that needs the trainer's state, or ids without a tokenizer.
+    """
+    reward: Any = TrlReward(function, conversational, tokenizer)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return AsyncReward(reward, timeout_s=timeout_s) if is_async else reward
+
+
+class TrlReward:
+    """The result of from_trl. It has the name of the function, which loggers and workers see."""
+
+    def __init__(self, function: Callable[..., Any], conversational: bool | None, tokenizer: Any) -> None:
+        self._function, self._conversational, self._tokenizer = function, conversational, tokenizer
+        self.__qualname__, self.__module__ = name_of(function), function.__module__
+        lacking = {"trainer_state", "environments"} | ({"completion_ids"} if tokenizer is None else set())
+        if takes := lacking & _needed(function):
+            advice = "; give from_trl the tokenizer" if "completion_ids" in takes else ""
+            raise ConfigError(f"reward {self.__qualname__} takes {min(takes)}, which arl does not have{advice}")
+
+    def __call__(self, answer: str, data: Example) -> Any:
+        """A Score, or a coroutine of one."""
+        prompt = next((data[name] for name in ("prompt", "messages", "question") if data.get(name) is not None), None)
+        is_chat = not isinstance(prompt, str) if self._conversational is None else self._conversational
+        said = [{"role": "assistant", "content": answer}] if is_chat else answer
+        metrics: dict[str, float] = {}
+        given: dict[str, Any] = {name: [value] for name, value in data.items() if name not in ("prompt", "completion")}
+        given |= {"prompts": [prompt], "completions": [said]}
+        given |= {"log_metric": metrics.__setitem__, "log_extra": lambda *_: None}
+        if self._tokenizer is not None:
+            given["completion_ids"] = [self._tokenizer.encode(answer, add_special_tokens=False)]
+        parameters = inspect.signature(self._function).parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+
+        result = self._function(**given)
+        return self._later(result, metrics) if inspect.isawaitable(result) else self._score(result, metrics)
+
+    async def _later(self, result: Awaitable[Any], metrics: dict[str, float]) -> Score:
+        return self._score(await result, metrics)
+
+    def _score(self, result: Iterable[float | None], metrics: dict[str, float]) -> Score:
+        values = [math.nan if one is None else float(one) for one in result]
+        if len(values) != 1:
+            raise RewardError(f"reward {self.__qualname__} returned {len(values)} numbers for one completion")
+        is_none = math.isnan(values[0])
+        return Score(0.0 if is_none else values[0], metrics=metrics | ({"not_applicable": 1.0} if is_none else {}))
+
+
+async def try_rewards(
+    rewards: Iterable[WorkflowReward], examples: Sequence[Example], *, gets_text: bool, is_open: bool
+) -> None:
+    """Before a run, call each user's reward with made-up answers to an example; if all fail, to the next examples, too.
+
+    Raises RewardError, with the user's line, if every call failed. A reward that fails for some answers or takes too
+    long gets a warning. arl's own are not called: check_example says what they need, and judges cost money. gets_text:
+    whether answers are what the model writes; else all failures are warnings. is_open: whether the objects are open
+    that users open themselves; else these are not called either.
+    """
+    for reward in rewards:
+        given, tried = reward._reward, list[tuple[str, Score | BaseException]]()
+        if isinstance(given, WeightedReward):
+            await try_rewards(given._rewards.values(), examples, gets_text=gets_text, is_open=is_open)
+        is_opened_here = isinstance(given, Shared) or _is_arls(given)
+        if _is_arls(getattr(given, "_function", given)) or not (is_open or is_opened_here):
+            continue
+        async with reward:
+            for data in examples:
+                answers = _made_up(data)
+                calls = (asyncio.wait_for(contained(reward(answer, data)), _PATIENCE_S) for answer in answers)
+                tried += zip(answers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+                if any(isinstance(result, Score | TimeoutError) for _, result in tried):
+                    break
+        if failures := [(answer, error) for answer, error in tried if isinstance(error, BaseException)]:
+            answer, error = failures[0]
+            frames = users_frames(error.__cause__ or error)
+            place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            said = f"reward {getattr(given, '_name', reward.name)} failed for {len(failures)} of {len(tried)} made-up "
+            said += f"answers, such as {answer!r:.80}{place}: {error}"
+            if gets_text and len(failures) == len(tried) and not any(isinstance(e, TimeoutError) for _, e in failures):
+                raise RewardError(f"{said}; for an answer that it cannot read it should return 0.0") from error
+            log.warning("%s; an episode with such an answer fails, and is not trained on", said)
+
+
+def _is_arls(code: object) -> bool:
+    return str(getattr(code, "__module__", "")).startswith("arl.")
+
+
+def _made_up(data: Example) -> list[str]:
+    """The reference alone, in the usual tags, and in JSON; and an empty answer."""
+    known = next((data[name] for name in ("answer", "solution", "ground_truth") if data.get(name) is not None), 0)
+    tagged = f"<think>\nIt is {known}.\n</think>\n\n<answer>\\boxed{{{known}}}</answer>\n#### {known}"
+    return [str(known), tagged, json.dumps({"answer": known}, default=str), ""]

@@ -37,15 +37,24 @@ def last_number(text: str) -> Decimal | None:
         number = _decimal(found["above"]) / _decimal(found["below"]) if found["below"] else _decimal(found["above"])
     except ArithmeticError:  # division by 0, or overflow
         return None
-    return -number if found["sign"] else number
+    return number.copy_negate() if found["sign"] else number
+
+
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?\d+(?:[.,/]\d+)*|\\[dt]?frac(?:\s*(?:\d|\{[^{}]*\})){2}|(?<=\s)[A-Za-z]\b))"
+    r"|\\.|[{}]",
+    re.DOTALL,
+)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` with matching braces; None if there is none."""
+    r"""The content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7`, by matching braces; None without one."""
     opened: list[int | None] = []  # the start of each open box; None for other braces
     start, stop = -1, -1
-    for token in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
-        if token[0].endswith("{") and token[0] != r"\{":
+    for token in _BOX.finditer(text):
+        if token["bare"]:
+            start, stop = token.span("bare")
+        elif token[0].endswith("{") and token[0] != r"\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
         elif token[0] == "}" and opened and (begin := opened.pop()) is not None and begin > start:
             start, stop = begin, token.start()
@@ -67,7 +76,11 @@ def stated(text: str) -> str | None:
     return rest.strip().partition("\n")[0].strip() if marked else None
 
 
-_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\{([^{}]*)\}|\\[()]|[$*]")
+TEXT_MODE = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox)"
+_FONT = re.compile(rf"(?:{TEXT_MODE}|\\(?:math(?:bf|it|sf|tt)|boldsymbol|bm|emph|underline|fbox))\s*\{{([^{{}}]*)\}}")
+_FONTS_WITHIN_FONTS = 3
+_SPACE = re.compile(r"\\(?:[ ,;:!]|q?quad\b)|~")
+_MARKS = re.compile(r"\\[()]|\\(?:left|right)\b|[$*]")
 _ITEM = re.compile(r"(?:(?:option|choice)\s+)?[(\[]?(\w+)[)\]]?[.):]*", re.IGNORECASE)
 
 
@@ -81,7 +94,9 @@ def bare(text: str) -> str:
 
 def unmarked(text: str) -> str:
     """Without LaTeX's delimiters, LaTeX's and Markdown's fonts, and white space beyond single spaces."""
-    return " ".join(_AS_TEXT.sub(r"\1", text).split())
+    for _ in range(_FONTS_WITHIN_FONTS):
+        text = _FONT.sub(r"\1", text)
+    return " ".join(_MARKS.sub("", _SPACE.sub(" ", text)).split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +166,7 @@ class NumericMatch:
     """Finds the answer in the text; unset, the whole text is searched."""
 
     def check_example(self, data: Example) -> None:
-        references(data, self.column)
+        self._expected(data)
 
     def __post_init__(self) -> None:
         if not (self.tolerance >= 0 and self.relative_tolerance >= 0):
@@ -161,17 +176,20 @@ class NumericMatch:
 
     @reported
     async def __call__(self, answer: str, data: Example) -> float:
-        expected = [last_number(reference) for reference in references(data, self.column)]
-        if None in expected:
-            raise RewardError(f"the column {self.column!r} of the example has no number: {shown(data[self.column])}")
+        expected = self._expected(data)
         text = self.extract(answer) if self.extract else answer
         found = last_number(text) if text is not None else None
-        return float(found is not None and any(one is not None and self._is_close(found, one) for one in expected))
+        return float(found is not None and any(self._is_close(found, one) for one in expected))
+
+    def _expected(self, data: Example) -> list[Decimal]:
+        numbers = [last_number(reference) for reference in references(data, self.column)]
+        if None in numbers:
+            raise RewardError(f"the column {self.column!r} of the example has no number: {shown(data[self.column])}")
+        return [number for number in numbers if number is not None]
 
     def _is_close(self, found: Decimal, expected: Decimal) -> bool:
-        if found == expected:
-            return True
-        return abs(found - expected) <= max(Decimal(self.tolerance), Decimal(self.relative_tolerance) * abs(expected))
+        limit = max(Decimal(self.tolerance), Decimal(self.relative_tolerance) * abs(expected))
+        return found == expected or abs(found - expected) <= limit
 
 
 class Tags:
@@ -192,12 +210,10 @@ class Tags:
         for name in self._names:
             before, opened, rest = rest.partition(f"<{name}>")
             content, closed, rest = rest.partition(f"</{name}>")
-            if before.strip() or not (opened and closed and content.strip()) or self._has_tags(content):
+            has_tags = any(tag in content for name in self._names for tag in (f"<{name}>", f"</{name}>"))
+            if before.strip() or not (opened and closed and content.strip()) or has_tags:
                 return 0.0
         return float(not rest.strip())
-
-    def _has_tags(self, content: str) -> bool:
-        return any(tag in content for name in self._names for tag in (f"<{name}>", f"</{name}>"))
 
 
 class JsonFormat:

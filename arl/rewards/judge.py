@@ -204,7 +204,12 @@ class JudgeReward(Shared):
 
     @reported
     async def __call__(self, answer: str, data: Example) -> Score:
-        prompt = self._filled(answer, data)
+        if missing := [column for column in self._columns if data.get(column) is None]:
+            raise RewardError(
+                f"the judge's prompt names {', '.join(missing)}, and the example has only the columns "
+                f"{', '.join(map(repr, data))}; give another prompt, or rename the columns"
+            )
+        prompt = self._prompt.format(response=answer, **{column: data[column] for column in self._columns})
         form = [self._pattern.pattern, *self._scale]
         request = {"model": self._server.model, "parameters": self._parameters, "prompt": prompt, "score": form}
         try:
@@ -242,15 +247,6 @@ class JudgeReward(Shared):
         except (IndexError, ValueError):
             return None
         return score if self._scale[0] <= score <= self._scale[1] else None
-
-    def _filled(self, answer: str, data: Example) -> str:
-        missing = [column for column in self._columns if data.get(column) is None]
-        if missing:
-            raise RewardError(
-                f"the judge's prompt names {', '.join(missing)}, and the example has only the columns "
-                f"{', '.join(map(repr, data))}; give another prompt, or rename the columns"
-            )
-        return self._prompt.format(response=answer, **{column: data[column] for column in self._columns})
 
 
 def _columns(prompt: str) -> list[str]:

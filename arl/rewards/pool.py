@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from arl.api.errors import ArlError, RewardError, RewardTimeoutError
+from arl.api.errors import ArlError, RewardError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.score import ResultT, check_example, check_limits, checked, name_of, ran_too_long, reported
@@ -121,7 +121,12 @@ class RewardPool(Shared, Generic[P, ResultT]):
         try:
             result, error = await _result(call, pool)
         except (TimeoutError, ProcessExpired) as killed:
-            failure = self._failure(killed)
+            if isinstance(killed, TimeoutError):
+                failure = ran_too_long(self._name, self._timeout_s)
+            else:
+                failure = RewardError(
+                    f"the worker that ran reward function {self._name} died with exit code {killed.exitcode}"
+                )
             if self._if_killed is None:
                 raise failure from killed
             log.info("%s; it scores %s", failure, self._if_killed)
@@ -140,11 +145,6 @@ class RewardPool(Shared, Generic[P, ResultT]):
         if error is not None:
             raise RewardError(error)
         return cast("ResultT", result)
-
-    def _failure(self, killed: TimeoutError | ProcessExpired) -> RewardError | RewardTimeoutError:
-        if isinstance(killed, TimeoutError):
-            return ran_too_long(self._name, self._timeout_s)
-        return RewardError(f"the worker that ran reward function {self._name} died with exit code {killed.exitcode}")
 
     def _start(self) -> ProcessPool:
         """Start the workers and wait until one answers. Blocks."""

@@ -109,24 +109,25 @@ def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Cor
     async def reporting(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         if (context := EPISODE.get()) is None:
             return await call(*args, **kwargs)
-        name, began = short(str(_own_name(args[0]))), time.monotonic()
+        reward: Any = args[0]
+        name = getattr(reward, "_name", None) or getattr(reward, "name", None) or type(reward).__name__
+        began = time.monotonic()
+
+        def ended(**outcome: Any) -> None:
+            seconds = time.monotonic() - began
+            context.events.emit(
+                RewardEnded(episode=context.episode, reward=short(str(name)), seconds=seconds, **outcome)
+            )
+
         try:
             result = await call(*args, **kwargs)
         except BaseException as error:
-            seconds = time.monotonic() - began
-            context.events.emit(
-                RewardEnded(episode=context.episode, reward=name, seconds=seconds, error=type(error).__name__)
-            )
+            ended(error=type(error).__name__)
             raise
-        value, parts = (
-            (result.value, {short(str(name)): part for name, part in result.parts.items()})
-            if isinstance(result, Score)
-            else (result, {})
-        )
-        seconds = time.monotonic() - began
-        context.events.emit(
-            RewardEnded(episode=context.episode, reward=name, seconds=seconds, value=value, parts=parts)
-        )
+        if isinstance(result, Score):
+            ended(value=result.value, parts={short(str(name)): part for name, part in result.parts.items()})
+        else:
+            ended(value=result)
         return result
 
     cast("Any", reporting).reports = True
@@ -136,7 +137,3 @@ def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Cor
 def reports(reward: object) -> bool:
     """Whether its `__call__` is `reported`."""
     return hasattr(type(reward).__call__, "reports")
-
-
-def _own_name(reward: Any) -> str:
-    return getattr(reward, "_name", None) or getattr(reward, "name", None) or type(reward).__name__

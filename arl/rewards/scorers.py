@@ -11,7 +11,7 @@ import importlib.util
 import random
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,9 @@ from arl.rewards.score import Score, shown
 
 Datasets = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 """A dataset of reasoning-gym, several names, or name -> parameters, such as {"chain_sum": {"max_terms": 3}}."""
+
+NOTHING_COUNTED: dict[str, float] = dict.fromkeys(("killed", "unreadable", "unreadable_reference"), 0.0)
+"""The metrics of a score: the answer ended its worker; the scorer raises for it; the scorer cannot read the example."""
 
 _MOST_DRAWN = 8
 """Items drawn for each requested example, before giving up on finding enough different ones."""
@@ -50,7 +53,10 @@ def reasoning_gym_examples(
         raise DatasetError(f"size is {size} and the datasets are {shown(datasets)}; give at least one of each")
     seen, found = {example["question"] for example in excluding}, list[Example]()
     each = _MOST_DRAWN * (-(-size // len(parameters)) + len(seen))
-    streams = [iter(_dataset(name, {**given, **_place(seed, name, each)})) for name, given in parameters.items()]
+    streams: list[Iterator[Any]] = []
+    for name, given in parameters.items():  # reasoning-gym draws item i from seed + i, and takes no seed above 2**32
+        start = random.Random(f"{seed} {name}").randrange(2**31)
+        streams.append(iter(_dataset(name, {**given, "seed": start, "size": each})))
     for entry in (entry for row in zip(*streams, strict=True) for entry in row):
         if entry["question"] not in seen:
             seen.add(entry["question"])
@@ -72,7 +78,8 @@ def reasoning_gym_reward(
     compare the whole text. datasets: the parameters that the examples were made with, for scorers that need them.
 
     An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics. If the
-    scorer raises, the answer scores 0.0, with `unreadable` 1.0. Scorers that evaluate answers as Python evaluate only
+    scorer raises, the answer scores 0.0, with `unreadable` 1.0, and `unreadable_reference` 1.0 if it raises for the
+    example's own answer, too. Scorers that evaluate answers as Python evaluate only
     arithmetic and mathematics here. Raises RewardError if reasoning-gym is not installed, or did not make the example.
     """
     require("reasoning_gym", "reasoning-gym", "rewards")
@@ -82,7 +89,7 @@ def reasoning_gym_reward(
         timeout_s=timeout_s,
         workers=workers,
         prepare=_prepare_gym,
-        if_killed=Score(0.0, metrics={"killed": 1.0, "unreadable": 0.0}),
+        if_killed=Score(0.0, metrics=NOTHING_COUNTED | {"killed": 1.0}),
     )
 
 
@@ -90,17 +97,21 @@ def reasoning_gym_reward(
 class GymScore:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
-    def __call__(self, answer: str, data: Example) -> Score:
-        name = (data.get("metadata") or {}).get("source_dataset")
-        if name is None:
+    def check_example(self, data: Example) -> None:
+        if (data.get("metadata") or {}).get("source_dataset") is None:
             raise RewardError("the example has no metadata['source_dataset'], so reasoning-gym did not make it")
-        scorer = _scorer(name, self.parameters)
+
+    def __call__(self, answer: str, data: Example) -> Score:
+        self.check_example(data)
+        scorer = _scorer(data["metadata"]["source_dataset"], self.parameters)
         try:
-            score, failed = scorer.score_answer(answer, data), 0.0
-        except Exception as error:  # noqa: BLE001 - some scorers raise for answers of an unexpected form
-            _check_example(scorer, name, data, error)
-            score, failed = 0.0, 1.0
-        return Score(float(score), metrics={"killed": 0.0, "unreadable": failed})
+            return Score(float(scorer.score_answer(answer, data)), metrics=NOTHING_COUNTED)
+        except Exception:  # noqa: BLE001 - some scorers raise for answers of an unexpected form
+            lost = 1.0
+            with suppress(Exception):  # which they may raise for the example's own answer, too
+                scorer.score_answer(data["answer"], data)
+                lost = 0.0
+            return Score(0.0, metrics=NOTHING_COUNTED | {"unreadable": 1.0, "unreadable_reference": lost})
 
 
 def _prepare_gym() -> None:
@@ -109,15 +120,6 @@ def _prepare_gym() -> None:
 
     guard_evaluation("reasoning_gym")
     limit_memory()
-
-
-def _check_example(scorer: Any, name: str, data: Example, error: Exception) -> None:
-    try:
-        scorer.score_answer(data["answer"], data)
-    except Exception:  # noqa: BLE001 - as above: a scorer may raise anything
-        raise RewardError(
-            f"the scorer of {name} cannot score the example's own answer either: {type(error).__name__}: {error}"
-        ) from error
 
 
 _scorers: dict[str, Any] = {}
@@ -136,11 +138,6 @@ def _parameters(datasets: Datasets) -> Mapping[str, Mapping[str, Any]]:
     if isinstance(datasets, Mapping):
         return datasets
     return {name: {} for name in ((datasets,) if isinstance(datasets, str) else datasets)}
-
-
-def _place(seed: int, name: str, size: int) -> dict[str, int]:
-    """The start of a dataset's stream. reasoning-gym draws item i from seed + i, and takes no seed above 2**32."""
-    return {"seed": random.Random(f"{seed} {name}").randrange(2**31), "size": size}
 
 
 def _dataset(name: str, parameters: Mapping[str, Any]) -> Any:

@@ -100,7 +100,11 @@ class CallThreads:
             self._give_up(call)
             raise CallTimeoutError(f"there was no answer within {timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._abandon(call, _PATIENCE_S if timeout_s is None else timeout_s)
+            with self._changed:  # nobody awaits it any more: a queued call never begins, a running one hangs in the end
+                if call.state == "queued":
+                    self._queue.remove(call)
+                elif call.state == "running":
+                    loop.call_later(_PATIENCE_S if timeout_s is None else timeout_s, self._give_up, call)
             raise
         if error is not None:
             raise error
@@ -118,14 +122,6 @@ class CallThreads:
                 self._changed.notify()
             elif self._num_threads - self._num_hung < self._max_threads:
                 self._start_thread()
-
-    def _abandon(self, call: _Call, patience_s: float) -> None:
-        """Nobody awaits the call any more: a queued one never begins, a running one hangs after `patience_s`."""
-        with self._changed:
-            if call.state == "queued":
-                self._queue.remove(call)
-            elif call.state == "running":
-                call.loop.call_later(patience_s, self._give_up, call)
 
     def _give_up(self, call: _Call) -> None:
         with self._changed:
@@ -242,18 +238,19 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of the coroutines, in order. The first error cancels the others; it is raised without its group."""
-    contained = [*map(_contained, coroutines)]
-    if len(contained) == 1:  # as most are: no task need be made
-        return [await contained[0]]
+    safe = [*map(contained, coroutines)]
+    if len(safe) == 1:  # as most are: no task need be made
+        return [await safe[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [*map(group.create_task, contained)]
+            tasks = [*map(group.create_task, safe)]
     except BaseExceptionGroup as errors:
         raise first_error(errors)  # noqa: B904 - it has its own cause
     return [task.result() for task in tasks]
 
 
-async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
+async def contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine, without the errors that stop an event loop."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:  # out of a task they would stop the event loop

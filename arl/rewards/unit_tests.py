@@ -100,8 +100,15 @@ async def run_unit_tests(
     if isinstance(tests, PrintTests):
         each = replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
         outcomes = await together(sandbox.run(code, stdin=given, limits=each) for given, _ in tests.pairs)
-        pairs = zip(outcomes, tests.pairs, strict=True)
-        return UnitTestReport(failures=tuple(_difference(outcome, expected) for outcome, (_, expected) in pairs))
+        failures: list[str | None] = []
+        for outcome, (_, expected) in zip(outcomes, tests.pairs, strict=True):
+            if not outcome.succeeded:
+                failures.append(f"{_ended(outcome)}\n{outcome.stderr[-500:]}".strip())
+            elif _lines(outcome.stdout) != _lines(expected):
+                failures.append(f"it printed {outcome.stdout[:200]!r}, not {expected[:200]!r}")
+            else:
+                failures.append(None)
+        return UnitTestReport(failures=tuple(failures))
     token = secrets.token_hex(16)
     task = {"answer": _program(code, tests), "tests": [*tests.tests], "setup": tests.setup, "prompt": tests.prompt}
     task |= {"entry_point": tests.entry_point, "timeout_s": timeout_s, "token": token}
@@ -178,14 +185,6 @@ def _verdict(outcome: ProgramOutcome, token: str, num_tests: int) -> tuple[str |
             messages: list[str | None] = json.loads(said.partition("\n")[0])
             return tuple(messages)
     return (f"the tests did not end: {_ended(outcome)}",) * num_tests
-
-
-def _difference(outcome: ProgramOutcome, expected: str) -> str | None:
-    if not outcome.succeeded:
-        return f"{_ended(outcome)}\n{outcome.stderr[-500:]}".strip()
-    if _lines(outcome.stdout) == _lines(expected):
-        return None
-    return f"it printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
 
 
 def _ended(outcome: ProgramOutcome) -> str:

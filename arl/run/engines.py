@@ -321,11 +321,7 @@ def server_parts(
 
 
 def placed(
-    config: Config,
-    trainer: Placed,
-    engine: InferenceEngine,
-    opened: OpenedServers,
-    findings: Sequence[Finding],
+    config: Config, trainer: Placed, engine: InferenceEngine, opened: OpenedServers, findings: Sequence[Finding]
 ) -> PlacementTable:
     """What runs where, once all of it has started."""
     config, processes = with_named_servers(config), opened.processes

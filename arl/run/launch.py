@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,9 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
 
             scrapes = await stack.enter_async_context(metrics_served(config))
         await stack.enter_async_context(workers or entered(run_tasks.workflow, config.endpoint))
+        for task in run_tasks.tasks:
+            if type(task.workflow).arehearse is not RolloutWorkflow.arehearse:
+                await task.workflow.arehearse(await offload(_few, task.dataset))
         trainer = await _build(stack, config, run_tasks, workers, engines, trackers)
         trainer.last_words = held.stalled_now
         held.trains_with(trainer)
@@ -189,6 +192,16 @@ def check_sees(config: Config, task: RunTask, rows: Dataset | StreamedRows) -> N
         raise ImageError(f"{task.called('the first example')}: {error}") from error
     if remark:
         log.warning("%s %s", task.called("the first example"), remark)
+
+
+def _few(rows: Dataset | StreamedRows) -> list[Example]:
+    """The first rows of a stream; the first, middle and last of others. Fewer if the user's code fails on one."""
+    found = list[Example]()
+    with suppress(Exception):  # its failures fail episodes
+        if isinstance(rows, StreamedRows):
+            return rows.head(3)
+        found += (rows[index] for index in sorted({0, len(rows) // 2, len(rows) - 1}))
+    return found
 
 
 async def _build(

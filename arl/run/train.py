@@ -27,7 +27,7 @@ from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow, Task
 from arl.data.lazy_rows import Columns, StreamedRows
 from arl.data.loading import examples_of, first_of_each, held_out_of, load_dataset
-from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
+from arl.rewards.adapt import RewardLike, TrlReward, WeightedReward, check_signature
 from arl.rewards.threads import ThreadReward
 from arl.rollout.controller import Dataset
 from arl.run.experiment import Experiment, Setup, StepHook, TrainingResult
@@ -271,7 +271,7 @@ def _single_turn(
 
 def _runnable(reward: Any) -> RewardLike:
     """Functions of the script itself run in threads; worker processes would have to run the script to find them."""
-    if not inspect.isfunction(reward) or inspect.iscoroutinefunction(reward):
+    if not (inspect.isfunction(reward) or isinstance(reward, TrlReward)) or inspect.iscoroutinefunction(reward):
         return reward
     check_signature(reward)
     try:

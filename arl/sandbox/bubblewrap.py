@@ -148,13 +148,21 @@ class BubblewrapSandbox(LocalSandbox):
         shown = [*interpreter.prefixes, *map(os.path.abspath, self._read_only)]
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
-        self._bwrap = [bwrap, *_namespaces()]
+        unshared = [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup-try")]
+        identity = ["--uid", _USER, "--gid", _USER, "--hostname", "sandbox"]
+        alone = ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        self._bwrap = [bwrap, *unshared, *identity, *alone]
         self._tree = _tree(sources, interpreter.packages, self.directories)
         self._interpreter = interpreter.path
         self._keeping = Keeping(places=self._concurrency, staged=staged, cgroups=await offload(Cgroups))
         opened.push_async_callback(self._keeping.aclose)
         await self._keeping.start()
-        await self._probe()
+        try:  # only a program shows whether namespaces work here
+            outcome = await self._run(laid_out(_PROBE), b"", Limits(wall_s=60))
+        except SandboxError as failure:
+            raise SandboxError(f"bubblewrap cannot be used: {failure}; {_advice(str(failure))}") from None
+        if not outcome.succeeded:
+            raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
 
     async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
         return ProgramOutcome.of(*await self.run_raw(contents, stdin, limits))
@@ -169,15 +177,6 @@ class BubblewrapSandbox(LocalSandbox):
             {f"{WORK}/{path}": content for path, content in contents.items()},
             limits,
         )
-
-    async def _probe(self) -> None:
-        """Run a program: only that shows whether namespaces work here."""
-        try:
-            outcome = await self._run(laid_out(_PROBE), b"", Limits(wall_s=60))
-        except SandboxError as failure:
-            raise SandboxError(f"bubblewrap cannot be used: {failure}; {_advice(str(failure))}") from None
-        if not outcome.succeeded:
-            raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
 
 
 START = """
@@ -254,12 +253,21 @@ class Keeping:
                 raise
             finally:
                 writer.close()
-        self._tell()
+        if self._told != self._cgroups.names:
+            level = logging.INFO if self._told is None else logging.WARNING  # a change may be a loss
+            self._told = self._cgroups.names
+            log.log(level, "programs run in cgroups of their own: %s", self._told)
         if header.get("ended_by") == "stopped":
             raise SandboxError("the sandbox was closed during a call")
         if "error" in header:
             raise SandboxError(f"a program could not be run: {header['error']}")
-        return _outcome(header, *blobs)
+        ended_by, code = header["ended_by"], header["code"]
+        if ended_by == "exit" and code > 128:  # as in shells, a signal
+            code, ended_by = 128 - code, "signal"
+        if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
+            ended_by = "cpu"
+        stdout, stderr = blobs
+        return ended_by, code, header["wall_s"], stdout, stderr
 
     async def _connect(self, entrance: Sequence[int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to the keeper; to another one if it died."""
@@ -279,28 +287,6 @@ class Keeping:
                 opened = await connected(ours)
                 failed.pop_all()
                 return opened
-
-    def _tell(self) -> None:
-        if self._told != self._cgroups.names:
-            level = logging.INFO if self._told is None else logging.WARNING  # a change may be a loss
-            self._told = self._cgroups.names
-            log.log(level, "programs run in cgroups of their own: %s", self._told)
-
-
-def _outcome(header: Header, stdout: bytes, stderr: bytes) -> RawOutcome:
-    """As in shells, an exit code of 129 and more means a signal."""
-    ended_by, code = header["ended_by"], header["code"]
-    if ended_by == "exit" and code > 128:
-        code, ended_by = 128 - code, "signal"
-    if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
-        ended_by = "cpu"
-    return ended_by, code, header["wall_s"], stdout, stderr
-
-
-def _namespaces() -> list[str]:
-    own = [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup-try")]
-    identity = ["--uid", _USER, "--gid", _USER, "--hostname", "sandbox"]
-    return [*own, *identity, "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
 
 
 def _tree(sources: dict[str, str], hidden: Sequence[str], directories: Sequence[str]) -> list[str]:

@@ -118,14 +118,11 @@ class DockerSandbox(LocalSandbox):
         elif ended_by == "exit":
             complaint = stderr.decode(errors="replace").strip()
             raise SandboxError(f"docker run failed with exit code {process.returncode}: {complaint}")
-        return _outcome(ended_by, code, wall_s, stdout, written if is_reported else stderr, limits.output_bytes)
-
-
-def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes, room: int) -> ProgramOutcome:
-    if len(stdout) + len(stderr) > room:
-        ended_by = "output"
-    stdout = stdout[:room]
-    return ProgramOutcome.of(ended_by, code, wall_s, stdout, stderr[: room - len(stdout)])
+        stderr, room = written if is_reported else stderr, limits.output_bytes
+        if len(stdout) + len(stderr) > room:
+            ended_by = "output"
+        stdout = stdout[:room]
+        return ProgramOutcome.of(ended_by, code, wall_s, stdout, stderr[: room - len(stdout)])
 
 
 def _options(limits: Limits, runtime: str | None) -> list[str]:
@@ -196,7 +193,12 @@ class DockerImages(Shared):
     async def _image(self, source: str | Path) -> str:
         async with self._making.setdefault(source, asyncio.Lock()):
             if source not in self._images:
-                self._images[source] = await (_built(source) if isinstance(source, Path) else _pulled(source))
+                if isinstance(source, Path):  # a Dockerfile's, under a name that depends on its path
+                    made = f"arl-task-{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
+                    await _checked(_BUILD_S, "build", "--quiet", "--tag", made, str(source))
+                    self._images[source] = made
+                else:
+                    self._images[source] = await _pulled(source)
             return self._images[source]
 
 
@@ -247,12 +249,15 @@ class DockerTerminal:
             start_new_session=True,  # Ctrl-C is for arl
         )
         assert process.stdout is not None
+        kept, num_read = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_s + _BEYOND_S):
-                kept, num_dropped = await _drained(process.stdout, self._most_bytes)
+                while chunk := await process.stdout.read(_CHUNK):
+                    kept += chunk[: self._most_bytes - len(kept)]
+                    num_read += len(chunk)
                 code = await process.wait()
         except TimeoutError:
-            kept, num_dropped, code = b"", 0, 137
+            kept, num_read, code = bytearray(), 0, _KILLED
         finally:
             if process.returncode is None:
                 process.kill()
@@ -261,28 +266,11 @@ class DockerTerminal:
         is_timeout = code in (124, 137) and wall_s >= timeout_s
         return CommandOutcome(
             output=kept.decode(errors="replace"),
-            num_dropped=num_dropped,
+            num_dropped=num_read - len(kept),
             exit_code=None if is_timeout else code,
             ended_by="timeout" if is_timeout else "exit",
             wall_s=wall_s,
         )
-
-
-async def _drained(stream: asyncio.StreamReader, most: int) -> tuple[bytes, int]:
-    """A stream's first bytes, and how many came after them."""
-    kept, dropped = bytearray(), 0
-    while chunk := await stream.read(_CHUNK):
-        taken = chunk[: most - len(kept)]
-        kept += taken
-        dropped += len(chunk) - len(taken)
-    return bytes(kept), dropped
-
-
-async def _built(directory: Path) -> str:
-    """The image of a Dockerfile, under a name that depends on its path."""
-    name = f"arl-task-{hashlib.sha256(str(directory).encode()).hexdigest()[:16]}"
-    await _checked(_BUILD_S, "build", "--quiet", "--tag", name, str(directory))
-    return name
 
 
 async def _pulled(image: str) -> str:

@@ -56,8 +56,10 @@ class UnsafeSandbox(LocalSandbox):
 
     async def _run_in(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:
         started = time.monotonic()
+        rlimits = {"AS": limits.memory_bytes, "FSIZE": limits.disk_bytes, "NOFILE": limits.open_files}
+        rlimits |= {"CPU": int(limits.cpu_s) + 1, "CORE": 0}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(limits))),
+            *(sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(rlimits)),
             *(sys.executable, "-I", "-u", MAIN),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -78,11 +80,6 @@ class UnsafeSandbox(LocalSandbox):
         if ended_by == "exit" and code is not None and code < 0:
             ended_by = "cpu" if code == -signal.SIGXCPU else "signal"
         return ProgramOutcome.of(ended_by, code, time.monotonic() - started, stdout, stderr)
-
-
-def _rlimits(limits: Limits) -> dict[str, int]:
-    own = {"AS": limits.memory_bytes, "FSIZE": limits.disk_bytes, "NOFILE": limits.open_files}
-    return {**own, "CPU": int(limits.cpu_s) + 1, "CORE": 0}
 
 
 def _write(directory: Path, contents: Mapping[str, bytes]) -> None:

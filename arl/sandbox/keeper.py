@@ -88,9 +88,11 @@ class Namespace:
         if tasks > self._limits["processes"] + 1:  # pid 1
             return "processes"
         sockets, most = self._socket_memory(), self._limits["memory_bytes"]
-        if sockets + pages * _PAGE > most and sockets + self._memory() > most:
+        # Only a sum of shares counts each page once however many processes share it, unlike one of resident sets.
+        if sockets + pages * _PAGE > most and sockets + sum(map(self._share, self._pids())) > most:
             return "memory"
-        return "disk" if self._files() > self._limits["files"] else None
+        usage = os.statvfs(f"{self._root}/sandbox")  # works whatever rights the program left on it
+        return "disk" if usage.f_files - usage.f_ffree > self._limits["files"] else None
 
     def _is_set_up(self) -> bool:
         """Whether pid 1 has moved from the host's root to the program's root."""
@@ -111,10 +113,6 @@ class Namespace:
             if not is_programs:
                 os.close(root)
 
-    def _memory(self) -> int:
-        """Bytes of memory. Each page counts once however many processes share it, unlike in a sum of resident sets."""
-        return sum(self._share(self._place(pid)) for pid in self._pids())
-
     def _socket_memory(self) -> int:
         """Bytes that the program's sockets may hold: a buffer each, and what TCP has queued beyond it, with overhead.
 
@@ -132,7 +130,9 @@ class Namespace:
             return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
         return 0
 
-    def _share(self, place: str) -> int:
+    def _share(self, pid: str) -> int:
+        """The bytes of a process's memory."""
+        place = self._place(pid)
         for line in _read(f"{place}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) << 10
@@ -145,10 +145,6 @@ class Namespace:
 
     def _pids(self) -> list[str]:
         return [name for name in os.listdir(f"{self._root}/proc") if name.isdigit()]
-
-    def _files(self) -> int:
-        usage = os.statvfs(f"{self._root}/sandbox")  # works whatever rights the program left on it
-        return usage.f_files - usage.f_ffree
 
 
 def _read(path: str) -> bytes:
@@ -197,7 +193,8 @@ class BwrapRun:
                 group.create_task(feed(process.stdin, self._stdin))
                 # No limit ends this wait: a bwrap that is killed before it reports may leave pid 1 running, unwatched.
                 first = json.loads(await status.readline() or "{}").get("child-pid")  # none if bwrap failed
-                self._first = first and _pidfd(first)
+                with contextlib.suppress(ProcessLookupError):
+                    self._first = first and os.pidfd_open(first)
                 watching = group.create_task(self._watch(first, output, started))
                 watching.add_done_callback(lambda _: self._kill(process))  # also one that failed
                 await process.wait()
@@ -314,12 +311,19 @@ async def _answer(running: set[BwrapRun], connection: int, entrance: int | None 
     try:
         program = BwrapRun(*await received(reader), entrance)
         running.add(program)
-        closed = asyncio.create_task(_until_closed(reader))
+
+        async def until_closed() -> None:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+
+        closed = asyncio.create_task(until_closed())
         closed.add_done_callback(lambda _: program.stop())
         try:
             header, blobs = await program.run()
         except Exception as error:  # noqa: BLE001 - reported to arl, which raises it
-            header, blobs = {"error": _first_cause(error)}, []
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            header, blobs = {"error": repr(error)}, []
         running.discard(program)
         closed.cancel()
         writer.write(message(header, blobs))
@@ -332,21 +336,10 @@ async def _answer(running: set[BwrapRun], connection: int, entrance: int | None 
             os.close(entrance)
 
 
-async def _until_closed(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(ConnectionError):
-        await reader.read()
-
-
 def _enter(entrance: int) -> None:
     """Move this process into a cgroup. arl notices if the kernel refuses it."""
     with contextlib.suppress(OSError):
         os.write(entrance, b"0")
-
-
-def _first_cause(error: Exception) -> str:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return repr(error)
 
 
 def _readable(content: bytes, inherited: contextlib.ExitStack) -> int:
@@ -356,13 +349,6 @@ def _readable(content: bytes, inherited: contextlib.ExitStack) -> int:
         writer.write(content)
     os.lseek(file, 0, os.SEEK_SET)
     return file
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -386,18 +372,14 @@ def _stage(paths: list[str]) -> None:
         os.close(file)
 
 
-def _become_nobody() -> None:
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-
-
 def main() -> None:
     connection, parent, *staged = sys.argv[1:]
     if staged:
         _stage(staged)
     if os.geteuid() == 0:
-        _become_nobody()
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the files of programs arrive as descriptors
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0))

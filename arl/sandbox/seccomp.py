@@ -90,10 +90,16 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     program += _when(_EQUAL, numbers["ioctl"], _argument(_SECOND_ARGUMENT, _EQUAL, _TERMINAL_INPUT))
     program += _when(_EQUAL, numbers["fcntl"], _argument(_SECOND_ARGUMENT, _EQUAL, _FILE_CONTROL))
     program += _when(_EQUAL, numbers["flock"], [_refuse(errno.ENOLCK)])  # as on file systems without flock
-    program += _when(_EQUAL, numbers["setsockopt"], _options())
-    program += _when(_EQUAL, numbers["mmap"], _mappings())
-    program += _when(_EQUAL, numbers["socket"], _sockets())
-    program.append((_RETURN, 0, 0, _ALLOW))
+    allow = (_RETURN, 0, 0, _ALLOW)
+    sizes = _when(_EQUAL, _SOCKET_LEVEL, _argument(_THIRD_ARGUMENT, _EQUAL, _BUFFER_SIZES))
+    program += _when(_EQUAL, numbers["setsockopt"], [_load(_SECOND_ARGUMENT), *sizes, allow])
+    masked = [_load(_FOURTH_ARGUMENT), (_MASK, 0, 0, _SHARED_WITHOUT_FILE)]
+    refusing = _when(_EQUAL, _SHARED_WITHOUT_FILE, [_refuse(errno.EPERM)])
+    program += _when(_EQUAL, numbers["mmap"], [*masked, *refusing, allow])
+    allowed = [step for family in _SOCKETS for step in _when(_EQUAL, family, [allow])]
+    refused_family = _refuse(errno.EAFNOSUPPORT)
+    program += _when(_EQUAL, numbers["socket"], [_load(_FIRST_ARGUMENT), *allowed, refused_family])
+    program.append(allow)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
@@ -118,19 +124,3 @@ def _argument(offset: int, test: int, operands: tuple[int, ...]) -> list[_Instru
     """Refuse if the argument passes the test with any operand, else allow."""
     tests = [step for operand in operands for step in _when(test, operand, [_refuse(errno.EPERM)])]
     return [_load(offset), *tests, (_RETURN, 0, 0, _ALLOW)]
-
-
-def _options() -> list[_Instruction]:
-    sizes = _when(_EQUAL, _SOCKET_LEVEL, _argument(_THIRD_ARGUMENT, _EQUAL, _BUFFER_SIZES))
-    return [_load(_SECOND_ARGUMENT), *sizes, (_RETURN, 0, 0, _ALLOW)]
-
-
-def _mappings() -> list[_Instruction]:
-    both = _SHARED_WITHOUT_FILE
-    refusing = _when(_EQUAL, both, [_refuse(errno.EPERM)])
-    return [_load(_FOURTH_ARGUMENT), (_MASK, 0, 0, both), *refusing, (_RETURN, 0, 0, _ALLOW)]
-
-
-def _sockets() -> list[_Instruction]:
-    allowed = [step for family in _SOCKETS for step in _when(_EQUAL, family, [(_RETURN, 0, 0, _ALLOW)])]
-    return [_load(_FIRST_ARGUMENT), *allowed, _refuse(errno.EAFNOSUPPORT)]

@@ -293,21 +293,17 @@ class Evaluations:
             pin.let_go()
             await self.thread(self.log.evaluation, evaluation, episodes)
             self.done[evaluation.version] = evaluation
-            if self.best is not None:
+            if (best := self.best) is not None:
                 unplayed = [suite.name for suite in self.evaluator.suites if not suite.is_due(due)]
-                value = self.best.value_of(evaluation, unplayed)
-                if value is not None and self.best.is_better(value):
-                    await self._keep(self.best, evaluation.version, value, pin)
+                version, value = evaluation.version, best.value_of(evaluation, unplayed)
+                if value is not None and best.is_better(value):
+                    try:
+                        await finished(offload(best.keep, version, value, pin.write_model))
+                    except (OSError, ArlError) as error:  # the best one before stays
+                        log.error("version %d is the best so far and could not be kept (%s); %s", version, error, best)
+                    else:
+                        self.log.display.say(str(best))
         finally:
             pin.release()
             self._one.release()
         return evaluation
-
-    async def _keep(self, best: BestModel, version: int, value: float, pin: Pin) -> None:
-        """What cannot be written is logged: the best one before stays."""
-        try:
-            await finished(offload(best.keep, version, value, pin.write_model))
-        except (OSError, ArlError) as error:
-            log.error("version %d is the best so far and could not be kept (%s); %s", version, error, best)
-        else:
-            self.log.display.say(str(best))

@@ -513,12 +513,7 @@ class Step:
 
 
 def log_step(
-    log: RunLog,
-    totals: RunTotals,
-    step: Step,
-    version: int,
-    known: Mapping[str, float],
-    tokens: TokensCounted,
+    log: RunLog, totals: RunTotals, step: Step, version: int, known: Mapping[str, float], tokens: TokensCounted
 ) -> StepStats:
     """Log the step that led to `version`. It touches only its arguments, because the event loop goes on.
 

@@ -3,7 +3,8 @@
 | module | what lives there |
 |---|---|
 | agent | AgentWorkflow, SingleTurnWorkflow, MultiTurnWorkflow; the loop of an agent with tools |
-| tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools and other agents, and the tools |
+| tool_agent, tools, tool_schema, mcp_tools | agents that call tools and other agents, and the tools |
+| call_formats, call_values | how models write calls |
 | team | several agents in one episode |
 | conversation, compacting, dialogue, chat_template, messages, images | transcripts, exact to the token |
 | openenv_workflow, harbor_workflow, harbor_task | environments of OpenEnv; tasks in Harbor's format |

@@ -5,29 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ConfigError, DatasetError, ImageError
 from arl.api.types import AGENT, Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.adapt import RewardLike, as_reward, try_rewards
 from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
+from arl.workflow.call_formats import ToolCall
 from arl.workflow.chat_template import template_of
 from arl.workflow.compacting import Compaction, conversation_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
-from arl.workflow.images import (
-    IMAGE_COLUMNS,
-    MARKER,
-    blind,
-    check_places_as,
-    has_marker,
-    processor_of,
-    with_images,
-)
-from arl.workflow.messages import Message, holds_image
+from arl.workflow.images import IMAGE_COLUMNS, MARKER, blind, check_places_as, has_marker, processor_of, with_images
+from arl.workflow.messages import Message, holds_image, messages_in, without_padding
 from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
 if TYPE_CHECKING:
@@ -68,10 +61,12 @@ class AgentWorkflow(Shared, RolloutWorkflow):
 
     def __post_init__(self) -> None:
         Shared.__init__(self)
+        template = template_of(self.tokenizer, self.template_options)
         if self.compaction is not None:
-            self.compaction.check(template_of(self.tokenizer, self.template_options), self.sampling)
+            self.compaction.check(template, self.sampling)
         self._score = as_reward(self.reward)
         self._rewards = [self._score]
+        self._shared: list[Tool] = []
 
     async def _open(self, opened: AsyncExitStack) -> None:
         for reward in self._rewards:
@@ -80,19 +75,25 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     def messages(self, data: Example) -> Sequence[Message]:
         """The messages that an episode begins with.
 
-        Raises DatasetError for an example without any, or with other images than places; ImageError for an image of a
-        column that cannot be read.
+        Raises DatasetError for an example without any, or with other images than places; ModelError for calls that
+        cannot be read; ImageError for an image of a column that cannot be read.
         """
         if self.prompt is not None:
             given: object = self.prompt(data)
         elif (column := next((name for name in _COLUMNS if data.get(name) is not None), None)) is not None:
             given = data[column]
+            if column == "messages" and isinstance(given, str):
+                given = messages_in(given) or given
         else:
             raise DatasetError(
                 f"an example has the columns {', '.join(map(str, data)) or 'none'}, and no messages in any of "
                 f"{', '.join(_COLUMNS)}; pass prompt=, a function from an example to a question or to messages"
             )
-        return with_images(data, with_system(self.system, given), self.image_columns)
+        listed: Any = data.get("tools")
+        of_row = listed if isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed) else ()
+        tools = [*(tool.spec for tool in self._shared), *of_row]
+        messages, _ = without_padding(with_system(self.system, given), tools)
+        return with_images(data, messages, self.image_columns)
 
     def check_example(self, data: Example) -> None:
         """Raise DatasetError for an example without messages, RewardError for one without a reference answer.
@@ -133,6 +134,12 @@ class AgentWorkflow(Shared, RolloutWorkflow):
             f"has {MARKER} in its text and nothing in a column {columns}, so the model reads these letters and sees no "
             "image; name the column with image_columns=(...) of the workflow"
         )
+
+    async def arehearse(self, examples: Sequence[Example]) -> None:
+        """Raises RewardError for a reward that fails for all answers, unless a subclass changes what it gets."""
+        methods = [getattr(type(self), name, None) for name in ("arun_episode", "answer", "ascore", "ascore_episode")]
+        gets_text = all(method is None or method.__module__.startswith("arl.") for method in methods)
+        await try_rewards(self._rewards, examples, gets_text=gets_text, is_open=self.is_open)
 
     def check_room(self, limit: int) -> None:
         check_fits(limit, self.sampling, self.compaction)
@@ -323,10 +330,12 @@ class ToolEpisode:
             turn = await chat.agenerate(engine, sampling)
             if chat.is_full:
                 return
-            calls = call_format.parse(turn.text).calls
+            calls = call_format.parse(turn.words, [tool.spec for tool in self.tools]).calls
             if not calls:
                 self.answer = turn
                 return
+            ids = iter([call["id"] for call in turn.message.get("tool_calls", ())])  # which the template may show
+            calls = [replace(c, id=next(ids, c.id)) if isinstance(c, ToolCall) else c for c in calls]
             results = await arun_tools(calls, self.tools, limits)
             self.results += results
             chat.add(*(result.message for result in results))

@@ -209,8 +209,11 @@ class CompactingConversation(Conversation):
         unread: tuple[Message, ...] = ()
         prompt = await self._aprompt(asking)
         if len(prompt.input_ids) > room:
-            read, unread = self._split()
-            prompt = await self._dialogue.aprompt((*read, asking), self._tools, after=self._last)
+            assert self._last is not None
+            num_read = self._last.prompt.num_messages + 1  # the messages up to the last turn
+            unread = tuple(self._messages[num_read - 1 :])  # this turn with the messages after it, to show once more
+            asked = (*self._messages[:num_read], asking)
+            prompt = await self._dialogue.aprompt(asked, self._tools, after=self._last)
             if len(prompt.input_ids) > room:
                 return False
         of_summary = replace(sampling, max_new_tokens=self.compaction.summary_tokens, grammar=None, stop=())
@@ -219,12 +222,6 @@ class CompactingConversation(Conversation):
         self._messages = [*self.compaction.begun(self._task, text_of_summary(turn)), *unread]
         self._last = None
         return True
-
-    def _split(self) -> tuple[Sequence[Message], tuple[Message, ...]]:
-        """The messages up to the last turn; and this turn with the messages after it, to show once more."""
-        assert self._last is not None
-        num_read = self._last.prompt.num_messages + 1
-        return self._messages[:num_read], tuple(self._messages[num_read - 1 :])
 
 
 def conversation_of(

@@ -13,9 +13,10 @@ import asyncio
 import functools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -36,6 +37,7 @@ from arl.workflow.messages import (
     texts_of,
     tools_key,
 )
+from arl.workflow.template_facts import THINKING_FIELDS
 
 if TYPE_CHECKING:
     from arl.api.images import PlacedImage
@@ -103,6 +105,8 @@ class Prompt:
     """Equal for equal histories of messages and tools."""
     num_prefilled: int = 0
     """The last of given_ids are the beginning of the answer, which the model continues."""
+    begun: str = ""
+    """The beginning of the answer within the prompt: what the template opened ("<think>\\n"), or the prefilled text."""
     images: tuple[PlacedImage, ...] = ()
     """What the model sees at the placeholders of given_ids. Their places are those in input_ids."""
     num_images: int = 0
@@ -111,10 +115,18 @@ class Prompt:
     @property
     def messages(self) -> tuple[Message, ...]:
         """Everything said so far, as messages."""
+        return self._history(lambda turn: turn.message)
+
+    @property
+    def shown_messages(self) -> tuple[Message, ...]:
+        """As `messages`, with the answers as later prompts show them."""
+        return self._history(lambda turn: turn.shown_message)
+
+    def _history(self, answer: Callable[[Turn], Message]) -> tuple[Message, ...]:
         parts: list[Sequence[Message]] = [self.new_messages]
         turn = self.after
         while turn is not None:
-            parts += ((turn.message,), turn.prompt.new_messages)
+            parts += ((answer(turn),), turn.prompt.new_messages)
             turn = turn.prompt.after
         return tuple(chain.from_iterable(reversed(parts)))
 
@@ -150,10 +162,14 @@ class Turn:
     has_ended: bool
     response: ModelResponse | None
     """None for a demonstrated turn."""
+    words: str = field(repr=False)
+    """The sampled text, without what ended it."""
     text: str
-    """The answer's text, without the token that ended it."""
+    """The words; with thinking in <think> tags where the model has other tags or channels, and without calls there."""
     message: Message
-    """The answer as later prompts show it."""
+    """The answer as a program has it and sends it back: with its thinking and calls apart, or as `shown_message`."""
+    shown_message: Message = field(repr=False)
+    """The answer as later prompts show it: its words as content, or its parts where the template needs them."""
     key: bytes
     """The prompt's key, continued with the message."""
 
@@ -175,6 +191,11 @@ class Turn:
     def messages(self) -> tuple[Message, ...]:
         """Everything said so far; this turn's message is the last."""
         return (*self.prompt.messages, self.message)
+
+    @property
+    def shown_messages(self) -> tuple[Message, ...]:
+        """As `messages`, with the answers as later prompts show them."""
+        return (*self.prompt.shown_messages, self.shown_message)
 
     @property
     def path(self) -> list[Turn]:
@@ -200,7 +221,15 @@ def unanswered(prompt: Prompt) -> Turn:
     nothing = ModelResponse(output_ids=(), output_logprobs=(), output_versions=(), stop_reason="length")
     message = {"role": "assistant", "content": ""}
     return Turn(
-        prompt=prompt, output_ids=(), has_ended=False, response=nothing, text="", message=message, key=prompt.key
+        prompt=prompt,
+        output_ids=(),
+        has_ended=False,
+        response=nothing,
+        words="",
+        text="",
+        message=message,
+        shown_message=message,
+        key=prompt.key,
     )
 
 
@@ -214,6 +243,7 @@ class Dialogue:
         self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._lines: dict[Turn, tuple[TokenLine, int]] = {}
         self._keys = HistoryKeys()
+        self._began = datetime.now().replace(second=0, microsecond=0)  # so that dialogues of one minute share texts
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -234,13 +264,13 @@ class Dialogue:
         """
         said = after or self._continued(messages, tools)
         num_known = said.prompt.num_messages + 1 if said else 0
-        new = [normalised(message) for message in messages[num_known:]]
+        new = [normalised(message, place) for place, message in enumerate(messages[num_known:], num_known)]
         is_same = said is not None and (said.prompt.tools == tools or tools_key(said.prompt.tools) == tools_key(tools))
         if said and is_same:
             specs, key = said.prompt.tools, history_key(said.key, new)
         else:
             specs, key = plain(tools), history_key(tools_key(tools), (*said.messages, *new) if said else new)
-        text = self.template.render((*said.messages, *new) if said else new, specs)
+        text = self.template.render((*said.shown_messages, *new) if said else new, specs, now=self._began)
         num_images = (said.prompt.num_images if said else 0) + len(images_in(new))
         shown = Shown(text)
         parent, given_ids = self._place(said, shown, text)
@@ -266,6 +296,7 @@ class Dialogue:
             shown=Shown(text + self.template.as_said(prefill)) if begun else shown,
             key=key,
             num_prefilled=len(begun),
+            begun=self.template.opened_in(text) + prefill,
             images=images,
             num_images=num_images,
         )
@@ -312,7 +343,7 @@ class Dialogue:
         return line, length
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
-        """Add the model's answer. message: the answer as later prompts show it; unset, its text as `content`."""
+        """Add the model's answer. message: the answer as a program has it; unset, as later prompts show it."""
         output_ids, reason = response.output_ids, response.stop_reason
         has_ended = self.template.ends_turn(output_ids, reason)
         text = self.template.text_until(output_ids, has_ended=has_ended)
@@ -325,10 +356,10 @@ class Dialogue:
         thinking and its tool calls. Raises ModelError as `ChatTemplate.words_of` does.
         """
         if isinstance(said, str):
-            end = self.template.encode(self.template.turn_end)[:1]
+            end = self.template.end_ids(self.template.turn_end)
             return self._add(prompt, (*self.template.encode_said(said), *end), True, None, said, None)
-        words, end_text = self.template.words_of(prompt.messages, said, prompt.tools, prompt.shown.text)
-        output_ids = (*self.template.encode(words), *self.template.encode(end_text)[:1])
+        words, end_text = self.template.words_of(prompt.shown_messages, said, prompt.tools, prompt.shown.text)
+        output_ids = (*self.template.encode(words), *self.template.end_ids(end_text))
         return self._add(prompt, output_ids, bool(end_text), None, words, said)
 
     def forget(self, turn: Turn) -> None:
@@ -343,18 +374,23 @@ class Dialogue:
         output_ids: tuple[int, ...],
         has_ended: bool,
         response: ModelResponse | None,
-        text: str,
+        words: str,
         message: Message | None,
     ) -> Turn:
-        message = normalised(message or {"role": "assistant", "content": text})
+        given = message and normalised(message)
+        shown = (
+            given if given and response is None else self.template.message_of(words, prompt.begun, prompt.tools, given)
+        )
         turn = Turn(
             prompt=prompt,
             output_ids=output_ids,
             has_ended=has_ended,
             response=response,
-            text=text,
-            message=message,
-            key=history_key(prompt.key, [message]),
+            words=words,
+            text=self.template.facts.with_think_tags(words, shown),
+            message=given or shown,
+            shown_message=shown,
+            key=history_key(prompt.key, [given or shown]),
         )
         self._turns.append(turn)
         self._by_key[turn.key].append(turn)
@@ -379,7 +415,11 @@ class Dialogue:
         if len(found) < 2:
             return found[0] if found else None
         given = [normalised(message) for message in messages[:length]]
-        return max(reversed(found), key=lambda turn: sum(a == b for a, b in zip(turn.messages, given, strict=True)))
+
+        def num_equal(turn: Turn) -> int:
+            return sum(a == b for a, b in zip(turn.messages, given, strict=True))
+
+        return max(reversed(found), key=num_equal)
 
     def _place(self, said: Turn | None, shown: Shown, text: str) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""
@@ -390,7 +430,9 @@ class Dialogue:
         while turn is not None:
             length = turn.prompt.shown.length  # of a text that the text of each later turn on the path begins with
             if length <= num_shared:
-                after = self.template.after_words(turn.text, text[length:], has_calls="tool_calls" in turn.message)
+                after = self.template.after_words(
+                    turn.words, text[length:], has_calls="tool_calls" in turn.shown_message
+                )
                 if after is not None:
                     return turn, self._unless_ended(turn, after)
             turn = turn.parent
@@ -405,15 +447,15 @@ class Dialogue:
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
         """The tokens of `after`, without the end of the turn at its beginning if the model sampled one of its own."""
-        ids = self.template.encode(after)
-        is_end = ids[:1] == turn.output_ids[-1:] or (
-            self.template.ends_in_special and self.template.begins_with_special(ids)
-        )
-        return ids[1:] if turn.has_ended and is_end else ids
+        ids, said = self.template.encode(after), turn.output_ids
+        if not turn.has_ended:
+            return ids
+        same = next((k for k in range(min(len(ids), len(said), 4), 0, -1) if ids[:k] == said[-k:]), 0)
+        return ids[same or self.template.num_ending(ids) :]
 
 
 def _has_thoughts_of(turn: Turn, message: Message) -> bool:
-    given = str(message.get("reasoning_content") or "").strip()
+    given = next((str(message[name]).strip() for name in THINKING_FIELDS if message.get(name)), "")
     return not given or given == str(turn.message.get("reasoning_content") or "").strip()
 
 

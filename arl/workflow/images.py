@@ -51,7 +51,12 @@ def with_images(
     num_places = sum(map(_num_places, messages))
     if not sources or (not num_places and any(map(holds_image, messages))):
         return list(messages)
-    images = [_read(source, f"image {number} of {about} (column {column!r})") for number, source in enumerate(sources)]
+    images: list[Image] = []
+    for number, source in enumerate(sources):
+        try:
+            images.append(Image.of(source))
+        except ImageError as error:
+            raise ImageError(f"image {number} of {about} (column {column!r}): {error}") from error
     if not num_places:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -82,13 +87,6 @@ def _listed(given: Any) -> list[Any]:
         return list(cast("Sequence[Any]", given))
     is_column = getattr(getattr(given, "dtype", None), "kind", "") == "O"  # a list, as pandas has it
     return list(given) if is_column else [given]
-
-
-def _read(source: Any, what: str) -> Image:
-    try:
-        return Image.of(source)
-    except ImageError as error:
-        raise ImageError(f"{what}: {error}") from error
 
 
 def _shown(part: Any, images: Iterator[Image]) -> Iterator[Any]:

@@ -139,7 +139,13 @@ class _Connection:
         if self.client is None:
             owner.cancel()
             await _ended(owner)
-            raise self._failure(timeout_s)
+            if self.error is None:
+                raise ServerError(f"{self._name} was not ready within {timeout_s:g} s{self._words}")
+            first = first_error(self.error) if isinstance(self.error, ExceptionGroup) else self.error
+            if isinstance(first, ArlError):
+                raise first
+            said = str(first) or type(first).__name__
+            raise ServerError(f"{self._name} could not be used: {said}{self._words}") from first
 
     async def aclose(self) -> None:
         self._closing.set()
@@ -154,7 +160,13 @@ class _Connection:
                 raise ServerError(f"{self._name} is gone")
             result = await self.client.call_tool(tool, dict(arguments))
         except MCPError as error:
-            raise await self._of_model_or_server(error, tool) from error
+            from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR
+
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # it is dead, or has forgotten the session
+                await self.aclose()
+            elif error.code not in (INTERNAL_ERROR, METHOD_NOT_FOUND, PARSE_ERROR):
+                raise ToolError(error.message) from error  # wrong arguments, the tool's own errors: the model reads it
+            raise ServerError(f"{self._name} failed in a call of {tool}: {error.message}{self._words}") from error
         if result.is_error:
             raise ToolError(_text_of(result))
         if not self._images or all(part.type != "image" for part in result.content):
@@ -202,27 +214,6 @@ class _Connection:
             )
             for tool in found
         )
-
-    def _failure(self, timeout_s: float) -> ArlError:
-        error = self.error
-        if error is None:
-            return ServerError(f"{self._name} was not ready within {timeout_s:g} s{self._words}")
-        first = first_error(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(first, ArlError):
-            return first
-        failure = ServerError(f"{self._name} could not be used: {str(first) or type(first).__name__}{self._words}")
-        failure.__cause__ = first
-        return failure
-
-    async def _of_model_or_server(self, error: Any, tool: str) -> ArlError:
-        """ToolError, which the model reads, for wrong arguments and a tool's own errors; else ServerError."""
-        from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR
-
-        if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # it is dead, or has forgotten the session
-            await self.aclose()
-        elif error.code not in (INTERNAL_ERROR, METHOD_NOT_FOUND, PARSE_ERROR):
-            return ToolError(error.message)
-        return ServerError(f"{self._name} failed in a call of {tool}: {error.message}{self._words}")
 
 
 async def _ended(owner: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, cast
@@ -152,27 +152,50 @@ def _source(field: str, value: Any) -> Any:
         raise ImageError(f"an image's base64 cannot be read: {error}") from error
 
 
-def normalised(message: Message) -> dict[str, Any]:
-    """A copy in one form: text, or parts with Images, as `content_of` has it; objects instead of JSON arguments.
+def normalised(message: Message, place: int | None = None) -> dict[str, Any]:
+    """A copy in one form: text, or parts with Images, as `content_of` has it; calls with arguments that are mappings;
+    thinking as `reasoning_content`. place: of the message, for errors.
 
-    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises as
-    content_of does.
+    Missing content is an empty string; beside tool calls None stays. Other fields that are None are left out. Raises as
+    content_of does, and ModelError for arguments that are no JSON object, thinking that is no text, and function_call.
     """
-    content = content_of(message)
-    copied: dict[str, Any] = {
-        name: content if name == "content" else plain(value) for name, value in message.items() if value is not None
-    }
-    copied["content"] = content
+    if type(message) is dict and message.keys() == {"role", "content"} and type(message["content"]) is str:
+        return message.copy()  # most messages are so
+    where = "a message" if place is None else f"message {place}"
+    copied: dict[str, Any] = {name: plain(value) for name, value in message.items() if value is not None}
+    copied["content"] = content_of(message)
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if not isinstance(thinking := copied.pop(name, None) or "", str):
+            raise ModelError(f"{where} has {name} that is a {type(thinking).__name__}; thinking must be text")
+        if thinking:
+            copied.setdefault("reasoning_content", thinking)
+    if "function_call" in copied:
+        raise ModelError(f"{where} has function_call, which templates leave out; give tool_calls, a list")
     calls = copied.pop("tool_calls", None)
     if calls:
-        copied["content"] = copied["content"] or None
-        copied["tool_calls"] = [
-            {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
-            if isinstance(function := call.get("function"), dict)
-            else call
-            for call in calls
-        ]
+        if message.get("content", "") is None:
+            copied["content"] = None
+        copied["tool_calls"] = [_normal_call(call, where) for call in calls]
     return copied
+
+
+def _normal_call(call: Any, where: str) -> dict[str, Any]:
+    """A call with its name and arguments in `function`, as templates expect it."""
+    made = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    if not isinstance(function := made.get("function", made), dict) or "name" not in function:
+        raise ModelError(f"{where} has a call {call!r:.80}; it must have a function with name and arguments")
+    function = cast("dict[str, Any]", function)
+    arguments = arguments_of(function.get("arguments"))
+    if not isinstance(arguments, dict):
+        given = str(function.get("arguments"))[:80]
+        raise ModelError(
+            f"{where} has a call of {function['name']!r} with the arguments {given!r}; they must be a JSON object, "
+            "as a mapping or as text"
+        )
+    if function is made:
+        beside = {name: made[name] for name in made.keys() & {"id", "type"}}
+        return {"type": "function", **beside, "function": {"name": made["name"], "arguments": arguments}}
+    return {**made, "function": {**function, "arguments": arguments}}
 
 
 def text_content(message: Message) -> str:
@@ -195,13 +218,17 @@ def plain(value: Any) -> Any:
 
 
 def arguments_of(given: Any) -> Any:
-    """A call's arguments as an object, read from JSON if need be. Broken JSON is returned as it is."""
+    """A call's arguments as a mapping, read from JSON if need be: none for "", null and None. What is no JSON is
+    returned as it is."""
+    if given is None or given == "":
+        return {}
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
+        read = json.loads(given)
     except (ValueError, RecursionError):
         return given
+    return {} if read is None else read
 
 
 def tools_key(tools: ToolSpecs) -> bytes:
@@ -269,3 +296,88 @@ def _json(value: Any) -> bytes:
 
 
 _OF_NO_TOOLS = blake2b(_json(()), digest_size=16).digest()
+
+
+# Rows, as columns of JSON and of Arrow hold them
+
+
+def messages_in(text: str) -> list[Message] | None:
+    """The messages of which the text is JSON; None for another text."""
+    try:
+        read = json.loads(text) if text.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return None
+    listed = cast("list[Any]", read) if isinstance(read, list) else []
+    return listed if listed and all(isinstance(one, dict) and "role" in one for one in listed) else None
+
+
+def without_padding(messages: Sequence[Message], tools: Any) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Messages and tools of a row, without the None that Arrow puts where only another row has a field.
+
+    Arguments keep the None of a name that may be null in the tool's schema; schemas a `default` or `const` of a type
+    that may be null. tools, `tool_calls` and `parameters` may be JSON; arguments that are text stay so. Raises
+    ModelError, which says where, for anything but lists of objects.
+    """
+    specs = _objects(tools, "tools")
+    kept: dict[Any, set[str]] = {}
+    for spec in specs:
+        function = _function(spec)
+        if isinstance(parameters := function.get("parameters"), str):
+            (function["parameters"],) = _objects([parameters], f"parameters of {function.get('name')}")
+        kept[function.get("name")] = set(_nullable(function.get("parameters")))
+    made: list[Message] = []
+    for place, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            read = _objects(calls, f"tool_calls of message {place}")
+            names = [kept.get(_function(call).get("name"), ()) for call in read]
+            given = [_stripped(call, lambda _, own=own: own) for call, own in zip(read, names, strict=True)]
+            message = {**message, "tool_calls": given}
+        made.append({name: value for name, value in message.items() if value is not None or name == "content"})
+    return made, _stripped(specs, lambda schema: ("default", "const") if _may_be_null(schema) else ())
+
+
+def _objects(given: Any, where: str) -> list[dict[str, Any]]:
+    """Copies of a list's objects. Each of them, and the list itself, may be JSON."""
+    try:
+        listed = json.loads(given) if isinstance(given, str) else given
+        found = [plain(json.loads(one) if isinstance(one, str) else one) for one in cast("Iterable[Any]", listed or ())]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ModelError(f"the {where} cannot be read: {error}; give a list of objects, or its JSON") from None
+    if isinstance(listed, Mapping) or not all(isinstance(one, dict) for one in found):
+        raise ModelError(f"the {where} must be a list of objects, or its JSON, not {given!r:.80}")
+    return found
+
+
+def _stripped(value: Any, kept: Callable[[dict[str, Any]], Container[str]]) -> Any:
+    """Without the None of an object's names, but for those that are kept of it. Lists keep theirs."""
+    if isinstance(value, list):
+        return [_stripped(item, kept) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    given, names = cast("dict[str, Any]", value), kept(value)
+    return {name: _stripped(inner, kept) for name, inner in given.items() if inner is not None or name in names}
+
+
+def _nullable(schema: Any) -> Iterator[str]:
+    """The names of properties that may be null, anywhere in a schema."""
+    if isinstance(schema, dict):
+        given = cast("dict[str, Any]", schema)
+        if isinstance(properties := given.get("properties"), dict):
+            yield from (name for name, one in cast("dict[str, Any]", properties).items() if _may_be_null(one))
+        schema = [*given.values()]
+    for inner in cast("list[Any]", schema) if isinstance(schema, list) else ():
+        yield from _nullable(inner)
+
+
+def _may_be_null(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    found = map(cast("dict[str, Any]", schema).get, ("type", "enum", "nullable", "anyOf", "oneOf"))
+    kinds, listed, flags, *others = ([] if one is None else one if isinstance(one, list) else [one] for one in found)
+    is_named = "null" in kinds or None in listed or True in flags
+    return is_named or any(_may_be_null(one) for alternatives in others for one in alternatives)
+
+
+def _function(given: dict[str, Any]) -> dict[str, Any]:
+    """That of a call or a tool, which may be flat."""
+    return function if isinstance(function := given.get("function"), dict) else given

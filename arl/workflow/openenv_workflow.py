@@ -28,7 +28,8 @@ from arl.api.errors import ArlError, ConfigError, DatasetError, EnvironmentFaile
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.workflow.agent import with_system
-from arl.workflow.call_formats import CallFormat, MalformedCall, ToolCall, call_format_of
+from arl.workflow.call_formats import CallFormat, MalformedCall, ToolCall
+from arl.workflow.chat_template import call_format_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
@@ -85,7 +86,14 @@ class OpenEnvSession:
             raise EnvironmentFailedError(f"the OpenEnv server at {self._url} ended the session during {kind}")
         answer = json.loads(message.data)
         if answer.get("type") == "error":
-            raise _failure(answer.get("data") or {}, self._url, kind)
+            fault = answer.get("data") or {}
+            code, text = str(fault.get("code")), str(fault.get("message"))
+            if kind == "step" and code in _REFUSED:
+                errors = fault.get("errors") or ()
+                complaints = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors]
+                raise ToolError("; ".join(complaints) or text)
+            hint = "; pass max_sessions=, or let the server have more" if code == "CAPACITY_REACHED" else ""
+            raise EnvironmentFailedError(f"the OpenEnv server at {self._url} failed in {kind} ({code}): {text}{hint}")
         said = answer["data"]
         return SessionResult(
             observation=said.get("observation", {}), reward=said.get("reward"), done=bool(said.get("done"))
@@ -131,15 +139,6 @@ async def action_field(client: aiohttp.ClientSession, url: str, timeout_s: float
             "or a function from the text to an action; or tools=True for an environment of MCP tools"
         )
     return required[0]
-
-
-def _failure(data: Mapping[str, Any], url: str, kind: str) -> Exception:
-    code, text = str(data.get("code")), str(data.get("message"))
-    if kind == "step" and code in _REFUSED:
-        complaints = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in data.get("errors") or ()]
-        return ToolError("; ".join(complaints) or text)
-    hint = "; pass max_sessions=, or let the server have more" if code == "CAPACITY_REACHED" else ""
-    return EnvironmentFailedError(f"the OpenEnv server at {url} failed in {kind} ({code}): {text}{hint}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -303,43 +302,40 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             first = await play.answered("reset", session.reset(**_reset_arguments(data)))
             tools = await play.tools() if self.tools else []
             messages = with_system(self.system, self._beginning(data, self._text(first.observation)))
+            options = self.template_options
             chat = Conversation(
-                self.tokenizer,
-                messages,
-                tools=tools,
-                template_options=self.template_options,
-                rewriting=self.rewriting,
+                self.tokenizer, messages, tools=tools, template_options=options, rewriting=self.rewriting
             )
             play.done = bool(first.done)
             if play.done:
                 raise EnvironmentFailedError(f"reset with {_reset_arguments(data)} began an episode that is done")
-            await self._play(engine, chat, play)
+            await self._play(engine, chat, play, tools)
         reward = sum(play.rewards if self.reward == "sum" else play.rewards[-1:], 0.0)
         counts = {"steps": play.num_steps, "invalid_actions": play.num_refused, "done": float(play.done)}
         return chat.trajectories(reward, {"turns": chat.num_turns, **counts})
 
-    async def _play(self, engine: Sampler, chat: Conversation, play: EnvPlay) -> None:
+    async def _play(self, engine: Sampler, chat: Conversation, play: EnvPlay, tools: Sequence[Tool]) -> None:
         for _ in range(self.max_turns):
             turn = await chat.agenerate(engine, self.sampling)
             if chat.is_full:
                 return
             if self._format is None:
-                chat.add({"role": "user", "content": await self._step(play, turn.text)})
+                assert self._act is not None
+                try:
+                    action = {self._act: turn.text} if isinstance(self._act, str) else self._act(turn.text)
+                    result = await play.step(action)
+                except ToolError as error:
+                    said = play.refused(error)
+                else:
+                    said = self._text(result.observation)
+                chat.add({"role": "user", "content": said})
             else:
-                calls = self._format.parse(turn.text).calls
+                calls = self._format.parse(turn.words, [tool.spec for tool in tools]).calls
                 if not calls:
                     return
                 chat.add(*[await self._call(play, call) for call in calls])
             if play.done:
                 return
-
-    async def _step(self, play: EnvPlay, text: str) -> str:
-        assert self._act is not None
-        try:
-            result = await play.step({self._act: text} if isinstance(self._act, str) else self._act(text))
-        except ToolError as error:
-            return play.refused(error)
-        return self._text(result.observation)
 
     async def _call(self, play: EnvPlay, call: ToolCall | MalformedCall) -> Message:
         name = call.name if isinstance(call, ToolCall) else "malformed_call"

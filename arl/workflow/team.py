@@ -19,7 +19,8 @@ from arl.api.types import SamplingParams, Trajectory
 from arl.rewards.score import Score, score_of
 from arl.rewards.threads import together
 from arl.workflow.agent import ToolEpisode, with_system
-from arl.workflow.call_formats import CallFormat, call_format_of
+from arl.workflow.call_formats import CallFormat
+from arl.workflow.chat_template import call_format_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message

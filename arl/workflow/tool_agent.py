@@ -20,8 +20,8 @@ from arl.api.errors import ConfigError, PromptTooLongError, ToolError
 from arl.api.types import Example, Trajectory
 from arl.rewards.score import Score
 from arl.workflow.agent import AgentWorkflow, ToolEpisode, check_fits, with_system
-from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.chat_template import template_of
+from arl.workflow.call_formats import CallFormat
+from arl.workflow.chat_template import call_format_of, template_of
 from arl.workflow.compacting import CompactingConversation, Compaction, conversation_of
 from arl.workflow.team import Member, TeamSettings
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, tools_by_name

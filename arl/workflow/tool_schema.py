@@ -6,11 +6,11 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import BaseModel, TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
@@ -30,7 +30,9 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The signature of a function. Raises ToolError if it has no docstring, or an argument that cannot be named."""
+    """The signature of a function, or of an object that can be called: its class's name, and the docstring of __call__
+    or else of the class. Raises ToolError if it has no docstring, or an argument that cannot be named.
+    """
     method = getattr(function, "__func__", None)
     if method is None:
         return _signature(function)
@@ -42,6 +44,20 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 _METHODS: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
 
 
+def without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a functools.partial calls in the end."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def code_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a call runs: of a partial, a method, or the __call__ of an object."""
+    inner = without_partial(function)
+    called = inner if inspect.isroutine(inner) or isinstance(inner, type) else type(inner).__call__
+    return getattr(called, "__func__", called)
+
+
 def first_complaint(error: ValidationError) -> str:
     """The first error in the arguments, for the model to read."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -49,11 +65,12 @@ def first_complaint(error: ValidationError) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> Signature:
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner = without_partial(function)
     name = getattr(inner, "__name__", type(inner).__name__)
-    docstring = inspect.getdoc(inner)
+    if isinstance(inner, type) and not (is_dataclass(inner) or issubclass(inner, BaseModel)):
+        raise ToolError(f"{name} is a class, whose call only makes an object; give an object, or its methods")
+    called = inner if hasattr(inner, "__wrapped__") else code_of(inner)
+    docstring = inspect.cleandoc(called.__doc__ or "") or inspect.getdoc(inner)
     if not docstring:
         raise ToolError(f"the function {name} has no docstring; the model needs one to know what the tool does")
     description, of_arguments = _read(docstring)
@@ -61,7 +78,8 @@ def _signature(function: Callable[..., Any]) -> Signature:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolError(f"argument {parameter} of {name} cannot be given by name; a tool's arguments are all named")
         if parameter.annotation is parameter.empty:
-            raise ToolError(f"argument {parameter.name!r} of {name} has no type; annotate it")
+            advice = "give the method of an object" if parameter.name == "self" else "annotate it"
+            raise ToolError(f"argument {parameter.name!r} of {name} has no type; {advice}")
     accept = _acceptor(function, inner, name)
     try:
         schema, validated = _validated(accept)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from arl.api.images import Image
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
 from arl.workflow.messages import Content, image_part, text_part
-from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
+from arl.workflow.tool_schema import Arguments, code_of, first_complaint, signature_of, without_partial
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,11 @@ class Tool:
     timeout_s: float | None = None
     """The longest a call may take; None: as ToolLimits says."""
 
+    def __post_init__(self) -> None:
+        code = code_of(self.function)
+        if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+            raise ToolError(f"the tool {self.name} is a generator (it has `yield`); return one text or list instead")
+
     @classmethod
     def from_function(
         cls, function: Callable[..., Any], *, parallel: bool | None = None, max_output_chars: int | None = None
@@ -78,7 +84,7 @@ class Tool:
 
         `Args:` or `:param name:` in the docstring describe arguments, and so does `Annotated[..., Field(...)]`. Methods
         of an object are stateful tools: two calls of them in one turn run one after another, unless `parallel` is set.
-        Raises ToolError if the function has no docstring or an argument without a type.
+        Raises ToolError for a generator, and if the function has no docstring or an argument without a type.
         """
         about = signature_of(function)
         spec = {"name": about.name, "description": about.description, "parameters": about.parameters}
@@ -87,7 +93,7 @@ class Tool:
             spec={"type": "function", "function": spec},
             function=function,
             accept=about.accept,
-            owner=None if parallel else getattr(function, "__self__", None),
+            owner=None if parallel else getattr(without_partial(function), "__self__", None),
             max_output_chars=max_output_chars,
         )
 
@@ -133,7 +139,7 @@ class Tool:
             result = call()
             return result if inspect.isawaitable(result) else content_of_result(result, self.name)
 
-        if _is_async(self.function):
+        if inspect.iscoroutinefunction(code_of(self.function)):
             result = await _within(call, timeout_s)
         else:
             try:
@@ -188,7 +194,7 @@ async def arun_tools(
     async def run(indices: Iterable[int]) -> None:
         for index in indices:
             began = time.monotonic()
-            result = results[index] = await _result(calls[index], index, named, limits)
+            result = results[index] = _noted(await _result(calls[index], index, named, limits))
             if context := EPISODE.get():
                 name = short(result.call.name if isinstance(result.call, ToolCall) else "")
                 seconds, failure = time.monotonic() - began, result.failure or ""
@@ -237,6 +243,13 @@ async def _result(
         return _broken(call, error, limits)  # the tool raised it, and nobody cancelled
 
 
+def _noted(result: ToolResult) -> ToolResult:
+    """With what the call's reader left out before the content."""
+    notes = "".join(f"note: {said}\n" for said in getattr(result.call, "complaints", ()))
+    content = notes + result.content if isinstance(result.content, str) else [text_part(notes), *result.content]
+    return dataclasses.replace(result, content=content) if notes else result
+
+
 def _failed(
     call: ToolCall | MalformedCall, failure: Literal["malformed", "refused", "failed"], reason: str, limits: ToolLimits
 ) -> ToolResult:
@@ -246,12 +259,6 @@ def _failed(
 def _broken(call: ToolCall, error: BaseException, limits: ToolLimits) -> ToolResult:
     log.warning("the tool %s failed; the model is told so, and the episode goes on", call.name, exc_info=error)
     return _failed(call, "failed", f"the tool failed: {type(error).__name__}", limits)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def _within(call: Callable[[], Any], timeout_s: float) -> Any:
@@ -347,7 +354,10 @@ def _is_pixels(result: object) -> bool:
 
 
 def text_of(result: object) -> str:
-    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`, which may raise."""
+    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`, which may raise.
+
+    Raises TypeError for one whose text is an address in memory, such as a generator.
+    """
     match result:
         case str():
             return result
@@ -359,7 +369,13 @@ def text_of(result: object) -> str:
         case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
             return _json(result)
     is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
-    return _json(result) if is_record else str(result)
+    text = _json(result) if is_record else str(result)
+    if _ADDRESS.fullmatch(text):
+        raise TypeError(f"it returned {text}, which tells the model nothing; return text, numbers, lists or records")
+    return text
+
+
+_ADDRESS = re.compile(r"<.+ at 0x[0-9a-fA-F]+>", re.S)
 
 
 def cut(text: str, max_chars: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,14 +108,12 @@ class TokenLine:
             known = self._ids[length : self._length]
             if not np.array_equal(known, new[: len(known)]):
                 return TokenLine(np.concatenate((self._ids[:length], new)))
-            self._append(new[len(known) :])
+            new = new[len(known) :]
+            end = self._length + len(new)
+            if end > len(self._ids):
+                grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+                grown[: self._length] = self._ids[: self._length]
+                self._ids = grown
+            self._ids[self._length : end] = new
+            self._length = end
             return self
-
-    def _append(self, new: npt.NDArray[Any]) -> None:
-        end = self._length + len(new)
-        if end > len(self._ids):
-            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
-            grown[: self._length] = self._ids[: self._length]
-            self._ids = grown
-        self._ids[self._length : end] = new
-        self._length = end

@@ -25,13 +25,18 @@ TOKENIZER.chat_template = CHAT_TEMPLATE.replace(
 
 
 class Answer(NamedTuple):
-    """What the SDK made of a response. usage: tokens of the prompt, and of the answer."""
+    """What the SDK made of a response. usage: tokens of the prompt, and of the answer. faults: the unreadable calls."""
 
     text: str
     ending: str | None
     calls: tuple[tuple[str, Any], ...] = ()
     thought: str | None = None
     usage: tuple[int, int] = (0, 0)
+    faults: tuple[Any, ...] = ()
+
+
+def faults_in(made: Any) -> tuple[Any, ...]:
+    return tuple((made.model_extra or {}).get("malformed_tool_calls", ()))
 
 
 async def by_chat(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
@@ -47,7 +52,7 @@ async def by_chat(session: EpisodeSession, key: str, streams: bool, fields: Any)
     said, ending = made.choices[0].message, made.choices[0].finish_reason
     calls = tuple((call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls or ())
     usage = (made.usage.prompt_tokens, made.usage.completion_tokens)
-    return Answer(said.content or "", ending, calls, said.model_extra.get("reasoning_content"), usage)
+    return Answer(said.content or "", ending, calls, said.model_extra.get("reasoning_content"), usage, faults_in(said))
 
 
 async def by_responses(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
@@ -62,7 +67,8 @@ async def by_responses(session: EpisodeSession, key: str, streams: bool, fields:
     ending = made.incomplete_details.reason if made.incomplete_details else made.status
     calls = tuple((item.name, json.loads(item.arguments)) for item in made.output if item.type == "function_call")
     thought = next((item.content[0].text for item in made.output if item.type == "reasoning"), None)
-    return Answer(made.output_text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
+    usage = (made.usage.input_tokens, made.usage.output_tokens)
+    return Answer(made.output_text, ending, calls, thought, usage, faults_in(made))
 
 
 async def by_anthropic(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
@@ -80,7 +86,7 @@ async def by_anthropic(session: EpisodeSession, key: str, streams: bool, fields:
     calls = tuple((block.name, block.input) for block in made.content if block.type == "tool_use")
     thought = next((block.thinking for block in made.content if block.type == "thinking"), None)
     text = "".join(block.text for block in made.content if block.type == "text")
-    return Answer(text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
+    return Answer(text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens), faults_in(made))
 
 
 PROTOCOLS: dict[str, Callable[[EpisodeSession, str, bool, Any], Awaitable[Answer]]] = {

@@ -13,6 +13,7 @@ from programs import ADD, ASK, CALL_ADD, opened, saying, trained
 from protocols import HI, TOKENIZER, Answer, asked, told_by
 from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import calling
+from workflow.template_families import family_tokenizer
 
 from arl.api.errors import RefusedRequestError
 from arl.api.fakes import ScriptedEngine
@@ -22,6 +23,7 @@ from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.workflow.call_formats import ParsedAnswer
+from arl.workflow.messages import ToolSpecs
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 NAMED = {"name": "point", "schema": POINT, "strict": True}
@@ -166,6 +168,27 @@ async def test_a_model_that_thinks_may_think_before_the_form_begins(
     assert [takes(grammar, text, tokenizer) for text in bad] == [False] * len(bad)
 
 
+TAGGED = {
+    "gpt-oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+    "gemma4": "<|channel>thought\nhm<channel|>",
+    "mistral-small-4": "[THINK]hm[/THINK]",
+    "minimax-m2": "hm\n</think>\n\n",  # the prompt has begun it
+    "seed-oss": "<seed:think>hm</seed:think>",
+}
+
+
+@pytest.mark.parametrize(("family", "thought"), TAGGED.items())
+async def test_thinking_is_told_from_the_form_by_the_tags_of_the_template(family: str, thought: str) -> None:
+    tokenizer, good = family_tokenizer(family), f'{thought}{{"x": 4}}'
+    engine = ScriptedEngine.saying(tokenizer, good)
+    _, answer, _ = await asked("chat", engine, tokenizer=tokenizer, tools=[], response_format=JSON_SCHEMA)
+    assert answer is not None
+    assert (answer.text, answer.thought) == ('{"x": 4}', "hm")
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert [takes(grammar, text, tokenizer) for text in (good, f"{thought}Four.")] == [True, False]
+
+
 @pytest.mark.parametrize(("template", "before"), [("qwen3", "<think>\n"), ("deepseek_r1", "")])
 async def test_thinking_ends_where_its_budget_does(template: str, before: str) -> None:
     tokenizer = tokenizer_of(template)
@@ -249,7 +272,7 @@ class Shouted:
     def __repr__(self) -> str:
         return "SHOUTED"
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str, tools: ToolSpecs = ()) -> ParsedAnswer:
         return ParsedAnswer(content=text)
 
 

@@ -9,7 +9,8 @@ import pytest
 from programs import ADD, ASK, CERTIFICATES, Opened, opened, saying, shown, trained
 from protocols import asked, told_by
 from workflow.chat_templates import tokenizer_of
-from workflow.scripted_answers import decode, encode
+from workflow.scripted_answers import calling, decode, encode
+from workflow.template_families import family_tokenizer
 
 from arl.api.errors import ConfigError
 from arl.api.fakes import ScriptedEngine
@@ -103,12 +104,14 @@ async def test_the_model_continues_a_begun_answer_which_is_not_trained() -> None
     assert not made.loss_mask[:n].any()
 
 
-async def test_an_answer_cannot_begin_within_thinking() -> None:
+@pytest.mark.parametrize(
+    ("tokenizer", "begin"),
+    [(tokenizer_of("deepseek_r1"), "<think>"), (family_tokenizer("gpt-oss"), "<|channel|>final<|message|>")],
+)
+async def test_an_answer_that_has_a_beginning_of_its_own_cannot_be_begun(tokenizer: Any, begin: str) -> None:
     messages = [*ASK, {"role": "assistant", "content": "I think"}]
-    _, _, error = await asked(
-        "anthropic", saying("never"), tokenizer=tokenizer_of("deepseek_r1"), tools=[], messages=messages
-    )
-    assert (error.status_code, "within which" in told_by(error)[0]) == (400, True)
+    _, _, error = await asked("anthropic", saying("never"), tokenizer=tokenizer, tools=[], messages=messages)
+    assert (error.status_code, f"begin with {begin}" in told_by(error)[0]) == (400, True)
 
 
 async def test_tokens_are_counted_without_a_call_of_the_model() -> None:
@@ -139,6 +142,33 @@ async def test_the_templates_options_are_part_of_a_conversations_identity() -> N
     assert "And?" not in whole, "another option begins another conversation"
 
 
+@pytest.mark.parametrize("options", [{"enable_thinkng": False}, {"enable_thinking": "false"}, {"tokenize": True}])
+async def test_an_option_that_would_do_nothing_is_refused_by_its_name_or_ignored_with_a_warning(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, (name,) = tokenizer_of("qwen3"), options
+    engine = ScriptedEngine(lambda _: tokenizer.encode("So.<|im_end|>", add_special_tokens=False))
+    _, _, error = await asked("chat", engine, tokenizer=tokenizer, chat_template_kwargs=options)
+    message, _, param = told_by(error)
+    assert (error.status_code, param) == (400, f"chat_template_kwargs.{name}")
+    assert ("give True or False" if name == "enable_thinking" else "it reads enable_thinking") in message
+    async with opened(engine, tokenizer, unsupported="ignore") as episode:
+        for _ in range(2):
+            await episode.ask(extra_body={"chat_template_kwargs": options})
+        assert (episode.session.metrics["fields_ignored"], len(caplog.records)) == (2, 1)
+
+
+async def test_the_other_calls_of_an_answer_that_may_have_one_are_still_shown_to_the_model() -> None:
+    two = f"{calling('add', a=1)}\n{calling('add', a=2)}"
+    async with opened(engine := saying(two, "Done.")) as episode:
+        said = (await episode.ask(tools=[ADD], parallel_tool_calls=False)).choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "1"}
+        await episode.ask([*ASK, said, result], tools=[ADD], parallel_tool_calls=False)
+        (made,) = episode.session.trajectories(1.0)
+    assert (len(said.tool_calls), made.metrics["branches"], trained(made)) == (1, 0, [two, "Done."])
+    assert two in shown(engine.requests[1])
+
+
 async def test_a_text_and_its_answer_are_continued_token_by_token() -> None:
     """As programs that write prompts of their own do: with text, and with tokens."""
     engine = saying("two", "three", "four", "five")
@@ -160,6 +190,17 @@ async def test_a_text_and_its_answer_are_continued_token_by_token() -> None:
     assert decode(made[1].token_ids) == "one two<|im_end|> and three<|im_end|> so four<|im_end|>"
     assert decode(made[2].token_ids) == "one twofive<|im_end|>", "without its end, the answer is another text"
     assert engine.requests[3].sampling.grammar is not None
+
+
+async def test_a_text_that_a_template_rendered_begins_once() -> None:
+    tokenizer = tokenizer_of("llama3")
+    text = str(tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True))
+    engine = ScriptedEngine.saying(tokenizer, "b", "b")
+    async with opened(engine, tokenizer) as episode:
+        for prompt in (text, "a" + text):
+            await episode.client.completions.create(model="m", prompt=prompt)
+    begin = str(tokenizer.bos_token)
+    assert [tokenizer.decode(list(r.input_ids)) for r in engine.requests] == [text, begin + "a" + text]
 
 
 async def test_a_streamed_completion_is_the_whole_one() -> None:

@@ -13,8 +13,9 @@ from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, T
 from langchain_openai import ChatOpenAI
 from programs import ADD, ASK, CALL_ADD, CERTIFICATES, Opened, opened, saying, shown, trained
 from pydantic import SecretStr
-from workflow.scripted_answers import TOKENIZER, calling
+from workflow.scripted_answers import TOKENIZER, calling, encode, ended
 
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
@@ -30,11 +31,15 @@ def _nothing_is_told_to_anybody() -> Iterator[None]:
     set_tracing_disabled(False)
 
 
+def total(arguments: dict[str, Any]) -> str:
+    return str(sum(value for value in arguments.values() if not isinstance(value, str)))
+
+
 async def on_chat(episode: Opened) -> str:
     messages: list[Any] = list(ASK)
     while calls := (said := (await episode.ask(messages, tools=[ADD])).choices[0].message).tool_calls:
-        results = [(call.id, sum(json.loads(call.function.arguments).values())) for call in calls]
-        messages += [said, *({"role": "tool", "tool_call_id": key, "content": str(value)} for key, value in results)]
+        results = [(call.id, total(json.loads(call.function.arguments))) for call in calls]
+        messages += [said, *({"role": "tool", "tool_call_id": key, "content": value} for key, value in results)]
     return said.content
 
 
@@ -45,7 +50,7 @@ async def on_responses(episode: Opened) -> str:
         items += [item.model_dump(exclude_none=True) for item in response.output]
         if items[-1]["type"] != "function_call":
             return response.output_text
-        output = str(sum(json.loads(items[-1]["arguments"]).values()))
+        output = total(json.loads(items[-1]["arguments"]))
         items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": output})
 
 
@@ -56,7 +61,7 @@ async def on_anthropic(episode: Opened) -> str:
     async with anthropic.AsyncAnthropic(base_url=episode.session.url, api_key=key, http_client=http) as client:
         while (said := await client.messages.create(**asked)).stop_reason == "tool_use":
             uses = [block for block in said.content if block.type == "tool_use"]
-            answers = [(use.id, str(sum(use.input.values()))) for use in uses]
+            answers = [(use.id, total(use.input)) for use in uses]
             results = [{"type": "tool_result", "tool_use_id": key, "content": text} for key, text in answers]
             asked["messages"] += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
     return said.content[0].text
@@ -105,7 +110,7 @@ async def langchain_that_streams(episode: Opened) -> str:
             said += chunk
         if not said.tool_calls:
             return said.content
-        results = [ToolMessage(str(sum(call["args"].values())), tool_call_id=call["id"]) for call in said.tool_calls]
+        results = [ToolMessage(total(call["args"]), tool_call_id=call["id"]) for call in said.tool_calls]
         messages += [said, *results]
 
 
@@ -118,6 +123,49 @@ async def test_a_framework_that_knows_nothing_of_its_training_makes_one_trajecto
     assert trained(made) == list(ANSWERS)
     assert (made.metrics["calls"], made.metrics["branches"]) == (3, 0)
     assert shown(engine.requests[2]).count("<tool_response>\n7\n</tool_response>") == 1
+
+
+ODD = (
+    '{"a": 1.50, "b": 1e3}',
+    '{"b":2,"a":1 }',
+    '{"a": 1, "b": 1, "a": 2}',
+    r'{"a": 1, "note": "caf\u00e9 \/ \ud83d\ude00"}',
+    r'{"a": 1, "note": "half \ud800 a pair"}',
+)
+PROGRAMS = [on_chat, on_responses, on_anthropic, agent_that_streams, agent_on_responses, langchain_that_streams]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_calls_that_an_sdk_would_write_otherwise_are_kept_as_they_were_sampled(program: Any) -> None:
+    said = [f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>' for arguments in ODD]
+    said.append(f"Both.\n<tool_call>\n{{a bad one\n</tool_call>\n{CALL_ADD}")
+    async with opened(saying(*said, "Done.")) as episode:
+        assert await program(episode) == "Done."
+        (made,) = episode.session.trajectories(1.0)
+    assert trained(made) == [*said, "Done."]
+    assert (made.metrics["branches"], made.metrics["malformed_calls"]) == (0, 1)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_thinking_that_a_template_does_not_know_is_apart_for_programs_and_stays_in_the_models_view(
+    program: Any,
+) -> None:
+    said = [f"<think>\nhm\n</think>\n\n{CALL_ADD}", "<think>\nso\n</think>\n\nIt is 3."]
+    async with opened(engine := saying(*said)) as episode:
+        assert await program(episode) == "It is 3."
+        (made,) = episode.session.trajectories(1.0)
+    assert (trained(made), made.metrics["branches"]) == (said, 0)
+    assert said[0] in shown(engine.requests[1])
+
+
+@pytest.mark.parametrize("program", [on_chat, on_responses, on_anthropic])
+async def test_bytes_that_are_no_text_do_not_stop_an_sdk(program: Any) -> None:
+    half = [encode("\ud55c")[0], *reversed(encode("\u2020")[1:])]  # ED A0 80, half of a surrogate pair in UTF-8
+    answers = iter([[*half, *ended(CALL_ADD)], ended("Done.")])
+    async with opened(ScriptedEngine(lambda _: next(answers))) as episode:
+        assert await program(episode) == "Done."
+        (made,) = episode.session.trajectories(1.0)
+    assert trained(made) == [f"\ufffd\ufffd\ufffd{CALL_ADD}", "Done."]
 
 
 async def test_an_agent_that_hands_over_gives_a_trajectory_for_each_view() -> None:

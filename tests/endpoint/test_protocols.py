@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 from programs import CALL_ADD, saying, shown, trained
-from protocols import DEFAULTS, HI, SHORT, Answer, asked, told_by
+from protocols import DEFAULTS, FUNCTION, HI, SHORT, TOKENIZER, Answer, asked, told_by
+from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import calling
 
 from arl.api.errors import ServerError
+from arl.workflow.conversation import Conversation
+from arl.workflow.tools import Tool
 
 SOUND = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]
 whole_or_streamed = pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
@@ -30,7 +33,6 @@ ANSWERS: list[tuple[str, str, dict[str, Any], Answer]] = [
     ("chat", THOUGHTFUL, {}, Answer("So.", "stop", (), "Hm.")),
     ("chat", "Well\nSo:", {"stop": ["\nSo:", "never"]}, Answer("Well", "stop")),
     ("chat", half := CALL_ADD[:30], {}, Answer(half, "stop")),
-    ("chat", odd := f"{CALL_ADD}<tool_call>?</tool_call>", {}, Answer(odd, "stop")),
     *(("chat", "fine", fields, Answer("fine", "stop")) for fields in HARMLESS_IN_CHAT),
     ("responses", BOTH, {}, Answer("I add.", "completed", (ADDS,))),
     ("responses", LONG, {"max_output_tokens": 3}, Answer("A l", "max_output_tokens")),
@@ -60,7 +62,9 @@ async def test_a_program_gets_what_the_model_said_and_its_turn_is_trained(
     session, got, _ = await asked(protocol, engine, streams=streams, **fields)
     (turn,) = session.turns()
     (made,) = session.trajectories(1.0)
-    assert got == answer._replace(usage=(len(engine.requests[0].input_ids), len(turn.output_ids)))
+    assert got is not None
+    usage = (len(engine.requests[0].input_ids), len(turn.output_ids))
+    assert got._replace(faults=()) == answer._replace(usage=usage)
     assert trained(made) == [answer.text if said == LONG else said]
     assert (made.is_truncated, session.counts.answered) == (said == LONG, 1)
     assert ("Add two numbers." in shown(engine.requests[0])) == ("none" not in str(fields.get("tool_choice")))
@@ -106,6 +110,87 @@ async def test_the_model_is_shown_what_was_said_in_the_templates_words(
     assert shown(engine.requests[0]) == "".join((*prompt, END, MODEL))
 
 
+def function(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", **more}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"description": "", "parameters": {}},
+        {"parameters": {"type": "object"}, "strict": True, "description": None},
+        {"parameters": FUNCTION["parameters"], "description": "Add two numbers."},
+    ],
+)
+async def test_a_tool_is_shown_alike_to_models_of_every_protocol_and_in_conversations(fields: dict[str, Any]) -> None:
+    schema = fields.get("parameters")
+    of_anthropic = {name: value for name, value in fields.items() if name != "parameters"} | {"input_schema": schema}
+    ways = {
+        "chat": function(**fields),
+        "responses": {"type": "function", "name": "add", **fields},
+        "anthropic": {"name": "add", **of_anthropic},
+    }
+    prompts = set[str]()
+    for protocol, tool in ways.items():
+        engine = saying("a")
+        await asked(protocol, engine, tools=[tool])
+        prompts.add(shown(engine.requests[0]))
+    parameters = schema or {"type": "object", "properties": {}}
+    own = Tool.from_schema(sum, name="add", description=fields.get("description") or "", parameters=parameters)
+    await Conversation(TOKENIZER, HI, tools=[own]).agenerate(engine := saying("a"), DEFAULTS)
+    assert prompts == {shown(engine.requests[0])}
+
+
+GIVEN, LAST = "function.arguments", "messages[1].content[0]"
+ABSENT: Any = object()
+
+
+def using(arguments: Any) -> dict[str, Any]:
+    """A message with a call; without arguments, if they are absent."""
+    call = {"name": "add", "arguments": arguments} if arguments is not ABSENT else {"name": "add"}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+
+
+def using_item(arguments: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": "1", "name": "add", "arguments": arguments}
+
+
+EMPTY: list[tuple[str, dict[str, Any]]] = [
+    *(("chat", {"messages": [*HI, using(given), *HI]}) for given in ("{}", "", "null", None, ABSENT, {})),
+    *(("responses", {"input": [*HI, using_item(given), *HI]}) for given in ("{}", "", None)),
+    *(("anthropic", {"messages": [*HI, by("assistant", [{**USE, "input": given}]), *HI]}) for given in ({}, None)),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields"), EMPTY)
+async def test_a_call_without_arguments_has_none_in_whatever_form_it_is_sent(
+    protocol: str, fields: dict[str, Any]
+) -> None:
+    engine = saying("a")
+    await asked(protocol, engine, tools=[], **fields)
+    assert calling("add") in shown(engine.requests[0])
+
+
+ANSWERED = {"type": "function_call_output", "call_id": "1", "output": "3"}
+LEFT_OUT: list[tuple[str, dict[str, Any], str | None]] = [
+    ("chat", {"messages": [*HI, {"role": "tool", "tool_call_id": "1", "content": "3"}]}, "messages"),
+    ("responses", {"input": [*HI, ANSWERED]}, "input"),
+    ("anthropic", {"messages": [*HI, by("user", [{**FAILED, "content": "3"}])]}, None),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields", "param"), LEFT_OUT)
+async def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(
+    protocol: str, fields: dict[str, Any], param: str | None
+) -> None:
+    engine = saying("never")
+    _, _, error = await asked(protocol, engine, tokenizer=tokenizer_of("deepseek_r1"), tools=[], **fields)
+    message, _, named = told_by(error)
+    assert (error.status_code, named, engine.requests) == (400, param, [])
+    assert message.startswith("message 1 is of role 'tool'")
+
+
 NUCLEUS = {"temperature": 0.2, "top_p": 0.5}
 
 
@@ -139,19 +224,30 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("chat", {"seed": -1}, "seed", "at least 0"),
         ("chat", {"stop": [1]}, "stop", "list of strings"),
         ("chat", {"stream": "yes"}, "stream", "true or false"),
-        ("chat", {"tools": [{"type": "web_search"}]}, "tools[0]", "must be a function"),
+        ("chat", {"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function'"),
+        ("chat", {"tools": [function(parameters="a")]}, "tools[0].function.parameters", "a JSON object"),
+        ("chat", {"tools": [function(returns={})]}, "tools[0].function.returns", "not known here"),
         ("chat", {"frequency_penalty": 0.5}, "frequency_penalty", "training could not follow it"),
         ("chat", {"logit_bias": {"7": 1}}, "logit_bias", "training could not follow it"),
         ("chat", {"top_logprobs": 2}, "top_logprobs", "of the sampled tokens alone"),
         ("chat", {"modalities": ["text", "audio"]}, "modalities", "reads and writes text"),
         ("chat", {"functions": [{"name": "add"}]}, "functions", "send tools"),
-        ("chat", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "not a variable of"),
+        ("chat", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "reads no option"),
         ("chat", {"audio": {"voice": "alloy"}}, "audio", "not known here"),
         ("chat", {"messages": []}, "messages", "not empty"),
         ("chat", {"messages": [{"role": "robot", "content": "?"}]}, "messages[0].role", "must be one of"),
         ("chat", {"messages": SOUND}, "messages[0].content[0]", "cannot be shown"),
         ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "a call"),
+        ("chat", {"messages": [*HI, using("not json {}")]}, f"messages[1].tool_calls[0].{GIVEN}", "a JSON object"),
+        ("chat", {"messages": [*HI, using([1])]}, f"messages[1].tool_calls[0].{GIVEN}", "a JSON object"),
+        ("responses", {"input": [using_item("[1]")]}, "input[0].arguments", "a JSON object"),
+        (
+            "anthropic",
+            {"messages": [*HI, by("assistant", [{**USE, "input": [1]}]), *HI]},
+            f"{LAST}.input",
+            "a JSON object",
+        ),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]", "there are no hosted tools"),
         ("responses", {"background": True}, "background", "while the program waits"),
         ("responses", {"conversation": "conv_1"}, "conversation", "OpenAI keeps"),

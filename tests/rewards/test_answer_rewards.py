@@ -29,7 +29,7 @@ from arl.rewards import (
     scorers,
 )
 from arl.rewards.mathematics import is_equal
-from arl.rewards.scorers import GymScore
+from arl.rewards.scorers import NOTHING_COUNTED, GymScore
 
 EQUAL = [
     (r"So $x=\boxed{\frac{1}{2}}$.", "0.5"),
@@ -81,8 +81,9 @@ def test_answers_are_compared_as_mathematics() -> None:
 
 async def test_an_answer_that_hangs_its_worker_is_wrong_and_the_next_one_is_scored() -> None:
     async with math_reward(timeout_s=2.0, workers=1) as reward:
-        assert await reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": "4"}) == Score(0.0, metrics={"killed": 1.0})
-        assert await reward("long " * 20_000 + "4", {"answer": "4"}) == Score(1.0, metrics={"killed": 0.0})
+        killed = NOTHING_COUNTED | {"killed": 1.0}
+        assert await reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": "4"}) == Score(0.0, metrics=killed)
+        assert await reward("long " * 20_000 + "4", {"answer": "4"}) == Score(1.0, metrics=NOTHING_COUNTED)
         with pytest.raises(RewardError, match=r"no column 'answer' with a reference answer .*'solution'"):
             await reward(r"\boxed{4}", {"solution": "4"})
 
@@ -118,6 +119,8 @@ async def test_numbers_match_within_their_tolerance() -> None:
     ]:
         assert await reward(answer, data) == score
     with pytest.raises(RewardError, match="the column 'answer' of the example has no number: 'Paris'"):
+        NumericMatch().check_example({"answer": "Paris"})
+    with pytest.raises(RewardError, match="the column 'answer' of the example has no number: 'Paris'"):
         await NumericMatch()("4", {"answer": "Paris"})
     with pytest.raises(ConfigError, match="tolerance is -1"):
         NumericMatch(tolerance=-1)
@@ -140,6 +143,24 @@ def test_a_box_ends_where_its_braces_match() -> None:
     assert last_boxed(r"\boxed{\{1\}}") == r"\{1\}"
     assert last_boxed(r"\boxed{4} and \boxed{5") == "4"
     assert last_boxed("4") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"$\boxed 7$.", "7"),
+        (r"\boxed7", "7"),
+        (r"\boxed -1,234.5.", "-1,234.5"),
+        (r"\boxed \frac{1}{2}", r"\frac{1}{2}"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{E}", "E"),
+        (r"\boxed E", "E"),
+        (r"\boxed{5} as \boxed asks", "5"),
+        (r"\boxed{8} \boxed 7", "7"),
+    ],
+)
+def test_a_box_needs_no_braces_around_a_number_a_letter_or_a_fraction(text: str, box: str) -> None:
+    assert last_boxed(text) == box
 
 
 async def test_tags_must_be_all_there_in_order_with_nothing_beside() -> None:
@@ -205,6 +226,8 @@ async def test_rewards_on_the_event_loop_are_quick_on_any_answer() -> None:
         "1 / ",
         "1e1",
         r"\boxed{",
+        r"\boxed \frac{",
+        r"\text{",
         "<a>",
         "</a>",
         "```json\n",
@@ -250,18 +273,20 @@ async def test_the_scorer_of_an_examples_dataset_scores_and_runs_no_code_of_an_a
                 assert score.metrics["killed"] == 0.0
         assert (await reward("banana", examples[3])).metrics["unreadable"] == 1.0
         for data, what in [
-            ({"answer": "4"}, "reasoning-gym did not make it"),
             ({"answer": "4", "metadata": {"source_dataset": "no_such"}}, "makes no dataset 'no_such'"),
         ]:
             with pytest.raises(RewardError, match=what):
                 await reward("4", data)
+        with pytest.raises(RewardError, match="reasoning-gym did not make it"):
+            reward.check_example({"answer": "4"})
     assert not gone.exists()
 
 
-def test_an_example_that_its_scorer_cannot_read_is_an_error() -> None:
+def test_an_example_that_its_scorer_cannot_read_is_counted() -> None:
     (example,) = reasoning_gym_examples("prime_factorization", 1)
-    with pytest.raises(RewardError, match="cannot score the example's own answer either"):
-        GymScore()("banana", {**example, "answer": "banana", "metadata": {"source_dataset": "prime_factorization"}})
+    lost = GymScore()("banana", {**example, "answer": "banana"})
+    assert (lost.value, lost.metrics["unreadable_reference"]) == (0.0, 1.0)
+    assert GymScore()("banana", example).metrics == {"killed": 0.0, "unreadable": 1.0, "unreadable_reference": 0.0}
 
 
 def test_answers_are_evaluated_only_as_arithmetic_and_mathematics() -> None:

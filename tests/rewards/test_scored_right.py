@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from arl.api.errors import RewardError
-from arl.rewards import ChoiceMatch, InTag, MathEquality
+from arl.rewards import ChoiceMatch, InTag, MathEquality, Score
 from arl.rewards.mathematics import is_equal
 
 
@@ -97,3 +97,55 @@ def test_words_are_compared_as_text_not_as_products_of_letters() -> None:
 def test_an_example_without_its_right_choice_is_refused(example: dict[str, Any], what: str) -> None:
     with pytest.raises(RewardError, match=what):
         ChoiceMatch().check_example(example)
+
+
+@pytest.mark.parametrize("reference", [r"x \equiv 2 \pmod 3", r"A \cup B", "1/0", r"2 \pmod 5"])
+def test_a_reference_that_math_verify_cannot_read_is_refused_before_training_and_counted_in_it(reference: str) -> None:
+    data, reward = {"answer": reference}, MathEquality()
+    with pytest.raises(RewardError, match="cannot be read by math-verify, so only the same text would equal it"):
+        reward.check_example(data)
+    for answer, value in ((rf"\boxed{{{reference.replace(' ', '')}}}", 1.0), (r"\boxed{7}", 0.0), ("", 0.0)):
+        score = reward(answer, data)
+        assert (score.value, score.metrics["unreadable_reference"]) == (value, 1.0)
+
+
+def test_an_answer_for_which_the_scorer_raises_scores_zero_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*args: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr("arl.rewards.mathematics._expression", raises)
+    assert MathEquality()("5", {"answer": "4"}) == Score(
+        0.0, metrics={"killed": 0.0, "unreadable": 1.0, "unreadable_reference": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        (r"(6.63\times10^{-34}, 1)", r"(1.6\times10^{-19}, 1)", False),
+        (r"1.2\times10^{-20}x", r"3.4\times10^{-20}x", False),
+        (r"\frac{1.6}{10^{19}}", r"1.6\times10^{-19}", True),
+        (r"10^{-20}", r"10^{-19}", False),
+        ("0.000167", r"\frac{1}{6000}", False),
+        ("0.000166667", r"\frac{1}{6000}", True),
+        ("0.016667", r"\frac{1}{60}", True),
+    ],
+)
+def test_tiny_numbers_are_compared_by_their_digits(answer: str, reference: str, right: bool) -> None:
+    assert is_equal(answer, reference) == right
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        r"\fbox{B}",
+        r"\boxed{\textbf{(B)}}",
+        r"\boxed{\textbf{\text{(B)}}}",
+        r"\boxed{\mathrm{B}}",
+        r"\mathbf{B}",
+        r"\boxed{\textbf{(B) }7}",
+        r"\boxed{\textbf{(B)}\ 7}",
+    ],
+)
+async def test_fonts_around_a_choice_are_not_part_of_it(said: str) -> None:
+    assert await ChoiceMatch()(said, {"choices": ["4", "7"], "answer": "B"}) == 1.0

@@ -83,18 +83,19 @@ def test_text_without_tags_has_the_tokens_that_the_tokenizer_gives_it(
     assert ids_of(template, messages) == list(ids)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from([*TEMPLATES, *sorted(TRAINED)]))
-def test_the_control_tokens_of_a_prompt_are_its_templates_whatever_is_said(data: st.DataObject, which: Any) -> None:
-    name = which if isinstance(which, str) else which[0]
-    template = TEMPLATES.get(which) or TRAINED[which]
-    said = [data.draw(texts(name, with_tags=True)) for _ in range(4)]
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(sorted(TRAINED)))
+def test_the_control_tokens_of_a_prompt_are_its_templates_whatever_is_said(
+    data: st.DataObject, which: tuple[str, str]
+) -> None:
+    template = TRAINED[which]
+    said = [data.draw(texts(which[0], with_tags=True)) for _ in range(4)]
     for tag in ("<|endoftext|>", "<|python_tag|>", "<|eom_id|>", "<|end_of_text|>", "["):  # an answer may hold them
         said[2] = said[2].replace(tag, "")
     messages, plain = conversation(*said), conversation(*("?" for _ in said))
     ids = ids_of(template, messages)
     assert control(template, ids) == control(template, ids_of(template, plain))
-    if not isinstance(which, tuple) or which[1] == "bytes":
+    if which[1] == "bytes":
         shown = template.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert template.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == shown, "every character is there"
 

@@ -1,6 +1,5 @@
 """Chats to fine-tune on: what is learned is what the model would write, after the prompt that it would get."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from talk import DEEPSEEK, GLM, QWEN3
-from test_chat_templates import SPEC, TEMPLATES, WITH_TOOLS, conversations
+from test_families import chats
 from transformers import PreTrainedTokenizerFast
 
 from arl.api.errors import DatasetError
@@ -37,24 +36,6 @@ def said_by(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_each_answer_is_learned_once_after_the_prompt_that_the_model_would_get(name: str, data: st.DataObject) -> None:
-    """The prompts and the answers are the renderings of transformers; white space may follow an answer's end."""
-    tokenizer, messages = TEMPLATES[name].tokenizer, data.draw(conversations(name))
-    tools = [SPEC] if name in WITH_TOOLS else None
-    row = {"messages": messages, "tools": json.dumps(tools) if tools else None}
-    learned = dict(pair for one in to_demonstrations([row], tokenizer) for pair in stretches(tokenizer, one))
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [rendered(tokenizer, messages[:i], tools=tools, add_generation_prompt=True) for i in places]
-    assert sorted(learned) == sorted(prompts)
-    for place, prompt in zip(places, prompts, strict=True):
-        whole = rendered(tokenizer, messages[: place + 1], tools=tools)
-        assert whole.startswith(prompt + learned[prompt])
-        assert not whole.removeprefix(prompt + learned[prompt]).strip()
-
-
 TAGGED = (
     "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}"
     "{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
@@ -68,7 +49,7 @@ TAGGED = (
 def test_the_mask_is_that_of_a_template_which_marks_what_the_model_says(data: st.DataObject) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = TAGGED
-    messages = data.draw(conversations("chatml"))
+    messages = data.draw(chats("phi4"))
     told: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     ((ids, mask),) = to_demonstrations([{"messages": messages}], tokenizer)
     assert list(ids) == told["input_ids"][: len(ids)]
@@ -104,7 +85,7 @@ def test_a_model_whose_turns_end_with_the_next_ones_beginning_learns_that_beginn
     assert GLM.decode(one[0]) == rendered(GLM, messages) + "<|User|>"
 
 
-CHATML = TEMPLATES["chatml"].tokenizer
+CHATML = tokenizer_of("chatml")
 ASKED = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -133,11 +114,25 @@ def test_texts_are_a_users_and_an_assistants_or_plain_without_a_template() -> No
 
 @pytest.mark.parametrize(("name", "given"), [("chatml", "a"), ("llama3", "<|begin_of_text|>")])
 def test_all_of_a_text_is_learned_but_its_first_token(name: str, given: str) -> None:
-    tokenizer = TEMPLATES[name].tokenizer
+    tokenizer = tokenizer_of(name)
     (one,) = to_demonstrations([{"text": "abc"}], tokenizer)
     ((before, learned),) = stretches(tokenizer, one)
     assert before == given
     assert before + learned == ("" if given == "a" else given) + "abc" + str(tokenizer.eos_token)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "deepseek_r1"])
+def test_a_text_that_is_rendered_already_begins_and_ends_once(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    chat = rendered(tokenizer, [said_by("user", f"a{tokenizer.bos_token or ''}?"), said_by("assistant", "b")])
+    (one,) = to_demonstrations([{"text": chat}], tokenizer)
+    assert tokenizer.decode(one[0]) == chat
+    assert sum(one[1]) == len(one[0]) - 1
+    bare = tokenizer_of(name)
+    bare.chat_template = None
+    prompt, completion = chat[: chat.rindex("b")], chat[chat.rindex("b") :]
+    (two,) = to_demonstrations([{"prompt": prompt, "completion": completion}], bare)
+    assert stretches(bare, two) == [(prompt, completion)]
 
 
 def test_a_preference_learns_what_is_said_after_the_prompt_given_or_shared() -> None:
@@ -181,11 +176,17 @@ ANSWERS = {"prompt": "a?", "chosen": "b", "rejected": "b"}
     [
         (to_demonstrations, {"question": "a?"}, r"row 1: it has `question`, but needs `messages`, or .* with columns="),
         (to_demonstrations, {"messages": [USER]}, "row 1: there is nothing to learn: the assistant says nothing"),
-        (to_demonstrations, {"messages": "a?"}, "row 1: `messages` is a str; it must be a list of messages$"),
+        (
+            to_demonstrations,
+            {"messages": "a?"},
+            "row 1: `messages` is a str; it must be a list of messages, or its JSON$",
+        ),
         (to_demonstrations, {"messages": [{"from": "human"}]}, r"`messages` has \{'from': 'human'\} at position 0"),
-        (to_demonstrations, {"prompt": 3, "completion": "b"}, "`prompt` is a int; .* list of messages, or a text"),
-        (to_demonstrations, {"messages": [USER], "tools": "{"}, "`tools` is a text, but not JSON"),
-        (to_demonstrations, {"messages": [USER], "tools": [1]}, "`tools` must be a list of specifications"),
+        (
+            to_demonstrations,
+            {"prompt": 3, "completion": "b"},
+            "`prompt` is a int; .* list of messages, or its JSON, or",
+        ),
         (to_preferences, {"prompt": "a?", "chosen": "b"}, "it has `prompt`, `chosen`, but needs `chosen` and"),
         (to_preferences, ANSWERS, "chosen and rejected are the same, so there is nothing to prefer"),
         (to_preferences, {**ANSWERS, "chosen": [USER]}, "nothing to compare: the assistant says nothing"),

@@ -29,7 +29,7 @@ from arl.workflow.messages import (
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
 OBJECT = {**CALL, "function": {"name": "look", "arguments": {"n": 1}}}
-READ = {"role": "assistant", "content": None, "tool_calls": [OBJECT]}
+READ = {"role": "assistant", "content": "", "tool_calls": [OBJECT]}
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,30 @@ READ = {"role": "assistant", "content": None, "tool_calls": [OBJECT]}
         ({"role": "user", "content": []}, {"role": "user", "content": ""}),
         ({**CALLED, "content": ""}, READ),
         (CALLED, READ),
+        ({**CALLED, "tool_calls": [{**CALL["function"], "id": "a"}]}, READ),
+        ({**CALLED, "content": None}, {**READ, "content": None}),
+        ({"role": "assistant", "thinking": "hm"}, {"role": "assistant", "content": "", "reasoning_content": "hm"}),
     ],
 )
 def test_contents_are_texts_arguments_are_objects_and_none_fields_are_left_out(message: Message, form: Message) -> None:
     before = copy.deepcopy(message)
     assert normalised(message) == normalised(form) == form
     assert message == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("reasoning_content", ["hm"], "message 3 has reasoning_content that is a list; thinking must be text"),
+        ("thinking", {"text": "hm"}, "message 3 has thinking that is a dict"),
+        ("function_call", {"name": "look", "arguments": "{}"}, "message 3 has function_call, .* give tool_calls"),
+        ("tool_calls", ["look"], "message 3 has a call 'look'; it must have a function with name and arguments"),
+        ("tool_calls", [{"id": "a"}], "message 3 has a call .* it must have a function"),
+    ],
+)
+def test_what_no_template_could_show_is_an_error_with_the_messages_number(field: str, value: Any, what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        normalised({"role": "assistant", "content": "a", field: value}, 3)
 
 
 def key(*messages: Message) -> bytes:

@@ -26,7 +26,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer, served_model
 from arl.rewards.adapt import InlineReward
 from arl.workflow.call_formats import ParsedAnswer, ToolCall
-from arl.workflow.messages import image_part, text_part
+from arl.workflow.messages import ToolSpecs, image_part, text_part
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool, ToolLimits, arun_tools, content_of_result
 
@@ -148,7 +148,7 @@ class CallsTwice:
     def __init__(self) -> None:
         self.left = [ToolCall(name="describe", arguments={}), ToolCall(name="crop", arguments={"side": 24})]
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str, tools: ToolSpecs = ()) -> ParsedAnswer:
         return ParsedAnswer(content=text, calls=(self.left.pop(),) if self.left else ())
 
 

@@ -5,7 +5,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -241,6 +241,8 @@ class Unprintable:
         ({"x": "\ud800"}, "{'x': '\\ud800'}"),
         ({(1, 2): object}, '{"1,2":'),
         (Unprintable(), "error: the tool failed: ValueError"),
+        (iter([1, 2]), "error: the tool failed: TypeError"),
+        (threading.Lock(), "error: the tool failed: TypeError"),
         ([Unprintable()], "["),
     ],
 )
@@ -249,6 +251,12 @@ async def test_whatever_a_tool_returns_is_text_for_the_model(result: object, tex
         content = (await called(tool)).content
         assert content.startswith(text)
         content.encode()
+
+
+async def test_the_model_reads_what_was_left_out_of_its_call() -> None:
+    call = ToolCall(name="divide", arguments={"dividend": 9}, complaints=("argument x: it was left out", "and y"))
+    (message,) = await acall_tools([call], [DIVIDE])
+    assert message["content"] == "note: argument x: it was left out\nnote: and y\n4"
 
 
 async def test_only_so_many_calls_of_one_turn_are_answered() -> None:
@@ -357,6 +365,41 @@ def untyped(x) -> int:  # pyright: ignore[reportMissingParameterType]
     return x
 
 
+class Doubler:
+    """Only the docstring of its method is for models."""
+
+    def __call__(self, x: int) -> int:
+        """Double a number."""
+        return 2 * x
+
+    def halve(self, x: int) -> Iterator[int]:
+        """Halve it."""
+        yield x // 2
+
+
+class Pager:
+    """Turn pages."""
+
+    async def __call__(self, book: str) -> AsyncIterator[str]:
+        yield book
+
+
+def pages(book: str) -> Iterator[str]:
+    """Turn pages."""
+    yield book
+
+
+async def later_pages(book: str) -> AsyncIterator[str]:
+    """Turn pages."""
+    yield book
+
+
+async def test_an_object_that_can_be_called_has_the_docstring_of_its_call() -> None:
+    tool = Tool.from_function(Doubler())
+    assert (tool.name, tool.spec["function"]["description"]) == ("Doubler", "Double a number.")
+    assert (await called(tool, x=2)).content == "4"
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -364,6 +407,13 @@ def untyped(x) -> int:  # pyright: ignore[reportMissingParameterType]
         (untyped, "'x' of untyped has no type"),
         (variadic, r"argument \*all: int of variadic cannot be given by name"),
         (strange, "the arguments of strange have no JSON schema"),
+        (Doubler, "Doubler is a class"),
+        (Doubler.halve, "'self' of halve has no type; give the method of an object"),
+        (pages, "the tool pages is a generator"),
+        (later_pages, "the tool later_pages is a generator"),
+        (functools.partial(functools.partial(pages), book="x"), "the tool pages is a generator"),
+        (Doubler().halve, "the tool halve is a generator"),
+        (Pager(), "the tool Pager is a generator"),
     ],
 )
 def test_a_function_that_says_too_little_is_no_tool(function: Callable[..., object], reason: str) -> None:

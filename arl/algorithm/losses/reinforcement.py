@@ -16,22 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from arl.algorithm.losses.preferences import preference
-from arl.algorithm.losses.surrogates import (
-    MAX_LOG_RATIO,
-    ROUNDING,
-    SURROGATES,
-    PolicyTokens,
-    Trajectories,
-    clamped,
-)
+from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, ROUNDING, SURROGATES, PolicyTokens, Trajectories, clamped
 from arl.api.settings.algorithm import AlgorithmConfig
-from arl.api.settings.objective import (
-    DPOLossConfig,
-    KLCovSelection,
-    KTOLossConfig,
-    RejectionPart,
-    WeightPart,
-)
+from arl.api.settings.objective import DPOLossConfig, KLCovSelection, KTOLossConfig, RejectionPart, WeightPart
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 
 Estimator = Literal["k1", "k2", "k3"]

@@ -13,14 +13,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, cast
 from urllib.parse import urlsplit
 from zlib import crc32
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ConfigError

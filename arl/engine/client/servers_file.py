@@ -142,15 +142,13 @@ class WatchedServers:
         self.problem = ""
         self._num_looks = self._num_looks + 1 if text == self._text else 1
         self._text = text
-        if self._num_looks < (_MORE_LOOKS if self._lacks(named) or not text.endswith("\n") else _LOOKS):
+        # Servers are missing that the file named before, and not as servers that leave.
+        lacks = any(one.drain_s is None and address not in named for address, one in (self.named or {}).items())
+        if self._num_looks < (_MORE_LOOKS if lacks or not text.endswith("\n") else _LOOKS):
             return False
         self.named, self.settled_ns = named, written_ns
         is_new, self._settled_text = text != self._settled_text, text
         return is_new
-
-    def _lacks(self, named: Named) -> bool:
-        """Whether servers are missing that the file named before, and not as servers that leave."""
-        return any(one.drain_s is None and address not in named for address, one in (self.named or {}).items())
 
     def _is_unusable(self, problem: str) -> bool:
         self.problem, self._text = problem, None

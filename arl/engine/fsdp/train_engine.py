@@ -40,13 +40,7 @@ from arl.engine.fsdp.minibatch import (
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.policy import (
-    Reference,
-    TokenModel,
-    local_shard,
-    trained_parameters,
-    transformer_layers,
-)
+from arl.engine.fsdp.policy import Reference, TokenModel, local_shard, trained_parameters, transformer_layers
 from arl.engine.fsdp.saving import EngineCheckpoints, RankSaving, fingerprints
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.fsdp.vision import NoImages, check_images, vision_tower

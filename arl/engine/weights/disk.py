@@ -71,11 +71,7 @@ class DiskTransport:
     """
 
     def __init__(
-        self,
-        config: WeightFilesConfig,
-        run_dir: Path,
-        engine: WeightSource | None = None,
-        servers: Iterable[str] = (),
+        self, config: WeightFilesConfig, run_dir: Path, engine: WeightSource | None = None, servers: Iterable[str] = ()
     ) -> None:
         """engine: takes the snapshots. servers: base URLs of those that will load them, as far as they are known.
 

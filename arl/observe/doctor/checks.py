@@ -138,9 +138,7 @@ async def check_weights(visit: Visit, name: str) -> Checked:
     )
     if len(visit.scores) == 1:
         threshold = f"{ROUNDED:g} nats: rounding explains no more"
-        if apart <= ROUNDED:
-            return visit.ok(name, measured, threshold)
-        return visit.fault(name, OTHER_WEIGHTS, measured, threshold)
+        return visit.judged(apart <= ROUNDED, name, OTHER_WEIGHTS, measured, threshold)
     missing, error = missing_share(visit.scores[-2], ours, told)
     is_missing = missing > max(_MISSING, _SURE * error, _MOST_OF * apart / gap(visit.scores[-2], ours))
     if apart <= visit.limit and not is_missing:
@@ -196,9 +194,7 @@ async def check_routing(visit: Visit) -> Checked:
     replayed = gap(told, await visit.trainer.of_sampled(responses))
     own = gap(told, await visit.trainer.of_sampled(responses, with_routes=False))
     measured = f"{replayed:.2g} nats with the server's experts, {own:.2g} with the trainer's own choice"
-    if replayed <= visit.limit:
-        return visit.ok(name, measured, visit.why)
-    return visit.fault(name, ROUTING, measured, visit.why)
+    return visit.judged(replayed <= visit.limit, name, ROUTING, measured, visit.why)
 
 
 # Sampling
@@ -277,9 +273,7 @@ async def check_truncation(visit: Visit) -> Checked:
     sampling = replace(asked, max_new_tokens=32, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
     responses = await visit.sample_all([*visit.prompts] * _REPEATED, sampling)
     apart = gap([one.logprobs for one in responses], await visit.trainer.of_sampled(responses))
-    if apart <= visit.limit:
-        return visit.ok(name, f"{apart:.2g} nats", visit.why)
-    return visit.fault(name, KEPT_IDS, f"{apart:.2g} nats", visit.why)
+    return visit.judged(apart <= visit.limit, name, KEPT_IDS, f"{apart:.2g} nats", visit.why)
 
 
 # Versions
@@ -292,9 +286,7 @@ async def check_labels(visit: Visit, name: str) -> Checked:
     response = await visit.sample(visit.prompts[0], SamplingParams(max_new_tokens=16, ignore_eos=True))
     told, expected = sorted(set(response.labels)), str(visit.version)
     measured = f"tokens of version {expected} are labelled {', '.join(told)}"
-    if told == [expected]:
-        return visit.ok(name, measured, "equal")
-    return visit.fault(name, LABEL, measured, "equal")
+    return visit.judged(told == [expected], name, LABEL, measured, "equal")
 
 
 async def check_labels_inside(visit: Visit, name: str, responses: Sequence[Sampled]) -> Checked:
@@ -311,9 +303,7 @@ async def check_labels_inside(visit: Visit, name: str, responses: Sequence[Sampl
         late, early = max(late, found[0]), max(early, found[1] - visit.server.num_late)
     measured = f"{len(spanning)} responses: {late} tokens labelled too old, {early} too new"
     threshold = f"none, except {visit.server.num_late} that arl's client labels with the previous version"
-    if late == 0 and early == 0:
-        return visit.ok(name, measured, threshold)
-    return visit.fault(name, LABEL_INSIDE, measured, threshold)
+    return visit.judged(late == 0 and early == 0, name, LABEL_INSIDE, measured, threshold)
 
 
 def mislabelled(of_old: Floats, of_new: Floats, logprobs: Floats, num_old: int, limit: float) -> tuple[int, int]:

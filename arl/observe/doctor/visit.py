@@ -143,6 +143,12 @@ class Visit:
         found = Checked(check=check, outcome="fault", server=self._name, measured=measured, threshold=threshold)
         return replace(found, cause=cause, detail=detail)
 
+    def judged(
+        self, is_ok: bool, check: str, cause: Cause, measured: str, threshold: str = "", detail: str = ""
+    ) -> Checked:
+        """`ok`, or else the fault."""
+        return self.ok(check, measured, threshold) if is_ok else self.fault(check, cause, measured, threshold, detail)
+
     def skipped(self, check: str, why: str) -> Checked:
         return Checked(check=check, outcome="skipped", server=self._name, measured=why)
 

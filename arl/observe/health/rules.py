@@ -266,7 +266,9 @@ def _entropy_rose(run: Digest) -> Symptom | None:
 def _fresh(run: Digest) -> Symptom | None:
     """Fresh tokens come from the weights that are trained, so a difference there is a fault of sampler or trainer."""
     began, now = (mean(found) if (found := _of_fresh(rows)) else None for rows in (run.first[:1], run.last))
-    limit = _FRESH if now is None or began is None or not _is_exact(run) or began <= _EXACT else _EXACT
+    paths = (("train", "dtype"), ("engine", "dtype"))  # embedded servers and trainer may both compute in float32
+    is_exact = run.setting("engine", "kind") == "local" and all(run.setting(*path) == "float32" for path in paths)
+    limit = _EXACT if is_exact and began is not None and began > _EXACT else _FRESH
     if now is None or now <= limit:
         return None
     if began is not None and began > min(limit, now / 2):
@@ -294,12 +296,6 @@ def _of_fresh(rows: Iterable[Row]) -> list[float]:
         value = number(row.get(f"staleness_0/{name}"))
         found += [one for one in (of_all if value is None else value,) if one is not None]
     return found
-
-
-def _is_exact(run: Digest) -> bool:
-    """Whether embedded servers and trainer both compute in float32."""
-    paths = (("train", "dtype"), ("engine", "dtype"))
-    return run.setting("engine", "kind") == "local" and all(run.setting(*path) == "float32" for path in paths)
 
 
 def _distance(run: Digest) -> Symptom | None:

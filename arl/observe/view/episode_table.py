@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -95,9 +95,12 @@ class EpisodeTable:
         self._num_system = 0
 
     def refresh(self) -> None:
-        changed = self._run.take_changed()
-        if late := self._new_evaluations():
-            changed |= {e.index for e in self._run.episodes if (e.life, (evaluated_of(e.episode) or (-1,))[0]) in late}
+        changed, new = self._run.take_changed(), self._run.system[self._num_system :]
+        self._num_system += len(new)
+        ended = {(life, e.number): e.version for life, e in new if isinstance(e, EvaluationEnded)}
+        self.versions.update(ended)
+        if ended:
+            changed |= {e.index for e in self._run.episodes if (e.life, (evaluated_of(e.episode) or (-1,))[0]) in ended}
         self._grow(len(self._run.episodes))
         for index in changed:
             row = row_of(self._run.episodes[index], self.versions)
@@ -160,15 +163,12 @@ class EpisodeTable:
         if task := wanted.get("task"):
             found.append(self.having("task", task))
         if role := wanted.get("role"):
-            found.append(self._coded("roles", lambda text: role in text.split("\n")))
+            codes = [code for text, code in self._labels["roles"].items() if role in text.split("\n")]
+            found.append(np.isin(self._codes["roles"][: len(self._run.episodes)], codes))
         if workflow := wanted.get("workflow"):
             lives = [life for life, began in self._run.lives.items() if began.workflow == workflow]
             found.append(np.isin(self.column("life"), lives))
         return found
-
-    def _coded(self, name: str, holds: Callable[[str], bool]) -> np.ndarray:
-        codes = [code for text, code in self._labels[name].items() if holds(text)]
-        return np.isin(self._codes[name][: len(self._run.episodes)], codes)
 
     def _sorted(self, indices: np.ndarray, wanted: Mapping[str, str]) -> np.ndarray:
         """Stable; episodes without the value come last, whatever the direction."""
@@ -184,14 +184,6 @@ class EpisodeTable:
         else:
             raise RequestError(f"sort is {name}; it must be one of {', '.join((*NUMBERS, *TEXTS))}")
         return indices[np.argsort(sign * keys, kind="stable")]
-
-    def _new_evaluations(self) -> set[tuple[int, int]]:
-        """(life, evaluation) of those that have ended since the last call."""
-        new = self._run.system[self._num_system :]
-        self._num_system += len(new)
-        ended = {(life, e.number): e.version for life, e in new if isinstance(e, EvaluationEnded)}
-        self.versions.update(ended)
-        return set(ended)
 
     def _grow(self, size: int) -> None:
         for columns, empty in ((self._numbers, np.nan), (self._codes, 0)):

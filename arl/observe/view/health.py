@@ -196,9 +196,32 @@ def findings(run: RunRecord, servers: Sequence[Row], lost: Mapping[str, int]) ->
     found = {one.kind: one for one in remarks(digest)}
     if run.groups:  # episodes tell more of these than totals do
         found = {kind: one for kind, one in found.items() if kind not in ("equal groups", "failures")}
-    equal = _equal(run, digest)
-    own = (equal, _failing(run), _losses(lost), _unserved(servers))
-    found |= {one.kind: one for one in own if one is not None}
+    if (equal := _equal(run, digest)) is not None:
+        found[equal.kind] = equal
+    ended = [e for e in run.episodes[-2 * _EPISODES :] if e.ended is not None][-_EPISODES:]
+    failed = [e for e in ended if e.how in ("failed", "timed_out")]
+    if len(failed) >= 3 and len(failed) >= 0.1 * len(ended):
+        found["failures"] = Symptom(
+            kind="failures",
+            severity="warning",
+            text=f"{len(failed)} of the last {len(ended)} episodes failed.",
+            advice="See the failures below: each cause has an example.",
+        )
+    if any(lost.values()):
+        left_out = f"{lost['events']} records and the tokens of {lost['episodes']} episodes"
+        found["losses"] = Symptom(
+            kind="losses",
+            severity="note",
+            text=f"The event log could not keep {left_out}.",
+            advice="More came than the disk took; log.events.tokens: sampled keeps fewer.",
+        )
+    if servers and all(server["state"] in ("fenced", "left") for server in servers):
+        found["servers"] = Symptom(
+            kind="servers",
+            severity="error",
+            text="No inference server serves.",
+            advice="See the reasons below, and the servers' logs.",
+        )
     if equal is not None and equal.severity == "warning" and "entropy fell" in found:
         found["entropy fell"] = replace(found["entropy fell"], severity="warning")
     ordered = sorted(found.values(), key=lambda one: SEVERITIES.index(one.severity))
@@ -244,39 +267,4 @@ def _equal(run: RunRecord, digest: Digest) -> Symptom | None:
         text=f"{text}, and taught nothing: {which}.",
         advice=f"{harder if high > low else easier} examples, a curriculum, a larger rollout.group_size, or a "
         "reward with more grades; algorithm.dynamic_sampling replaces such groups.",
-    )
-
-
-def _failing(run: RunRecord) -> Symptom | None:
-    ended = [e for e in run.episodes[-2 * _EPISODES :] if e.ended is not None][-_EPISODES:]
-    failed = [e for e in ended if e.how in ("failed", "timed_out")]
-    if len(failed) < 3 or len(failed) < 0.1 * len(ended):
-        return None
-    return Symptom(
-        kind="failures",
-        severity="warning",
-        text=f"{len(failed)} of the last {len(ended)} episodes failed.",
-        advice="See the failures below: each cause has an example.",
-    )
-
-
-def _losses(lost: Mapping[str, int]) -> Symptom | None:
-    if not any(lost.values()):
-        return None
-    return Symptom(
-        kind="losses",
-        severity="note",
-        text=f"The event log could not keep {lost['events']} records and the tokens of {lost['episodes']} episodes.",
-        advice="More came than the disk took; log.events.tokens: sampled keeps fewer.",
-    )
-
-
-def _unserved(servers: Sequence[Row]) -> Symptom | None:
-    if not servers or any(server["state"] not in ("fenced", "left") for server in servers):
-        return None
-    return Symptom(
-        kind="servers",
-        severity="error",
-        text="No inference server serves.",
-        advice="See the reasons below, and the servers' logs.",
     )

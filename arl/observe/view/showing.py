@@ -18,7 +18,7 @@ from arl.api.html import (
 )
 from arl.api.images import num_drawn
 from arl.api.types import Group, Trajectory
-from arl.observe.events.records import EpisodeRecord, TokenRecord
+from arl.observe.events.records import TokenRecord
 from arl.observe.events.run_record import RunRecord
 from arl.observe.view.texts import Texts, find_texts
 
@@ -79,14 +79,11 @@ def _episode_html(run: RunRecord, name: str) -> str:
     if episode is None:
         raise RunFileError(f"{run.run_dir} has no episode {name}")
     known = {"how": episode.how, "reward": episode.reward, "step": episode.step, "life": episode.life}
+    known["error"] = f"{episode.error}: {episode.message}" if episode.error else None
     facts = {name: str(value) for name, value in known.items() if value is not None}
     texts = find_texts(run.run_dir, run.settings)
     parts = [_record_html(one, texts) for one in run.tokens(episode)] or ["<div>its tokens were not kept</div>"]
-    return f"<div>{line_html(f'Episode {name}', {**facts, **_error(episode)})}{''.join(parts)}</div>"
-
-
-def _error(episode: EpisodeRecord) -> dict[str, str]:
-    return {"error": f"{episode.error}: {episode.message}"} if episode.error else {}
+    return f"<div>{line_html(f'Episode {name}', facts)}{''.join(parts)}</div>"
 
 
 def _record_html(tokens: TokenRecord, texts: Texts) -> str:

@@ -35,6 +35,14 @@ class Texts:
     def whole(self, token_ids: Sequence[int]) -> str:
         return self.many([token_ids])[0]
 
+    def said(self, token_ids: Sequence[int]) -> str:
+        """The text of a turn, without the special tokens that end it."""
+        added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer else {}
+        length = len(token_ids)
+        while length and (end := added.get(token_ids[length - 1])) and end.special:
+            length -= 1
+        return self.whole(token_ids[:length])
+
     def many(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row. Ids outside the vocabulary have none."""
         if self._tokenizer is None:

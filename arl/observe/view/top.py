@@ -39,7 +39,8 @@ def top(viewed: ViewedRun, ending: Ending | None, health: Row, now: float, *, is
     steps = run.settings.get("steps", ending and ending.steps)
     steps = steps if isinstance(steps, int) else None
     last = run.steps[-_STEPS - 1 :]
-    step_s = _step_seconds(last)
+    passed = [b - a for a, b in pairwise(values(last, "time_s")) if b > a]
+    step_s = mean(passed) if passed else None  # between the ends of two steps
 
     head = Text.assemble((plain(viewed.run_dir.resolve().name), "bold"))
     how = ending.how if ending else "no process has it open"
@@ -141,12 +142,6 @@ def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
     newest = run.lives[max(run.lives)]
     before = values([row for row in run.steps if row["version"] <= newest.version], "time_s")
     return max(until - newest.t, 0.0) + (before[-1] if before else 0.0)
-
-
-def _step_seconds(rows: Sequence[Row]) -> float | None:
-    """Between the ends of two steps, on average."""
-    passed = [b - a for a, b in pairwise(values(rows, "time_s")) if b > a]
-    return mean(passed) if passed else None
 
 
 def _time_shares(rows: Sequence[Row], step_s: float | None) -> str:

@@ -165,10 +165,6 @@ def _named(request: web.Request, name: str) -> int:
     return int(text)
 
 
-def _shape(error: RequestError) -> dict[str, str]:
-    return {"error": error.message}
-
-
 async def _file(request: web.Request) -> web.FileResponse:
     """A file of the page's directory. aiohttp reads it off the event loop."""
     page = PAGE.resolve()
@@ -197,17 +193,14 @@ def _key_for_the_api(api_key: str) -> Any:
 
 @web.middleware
 async def _only_from_here(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not _is_this_machine(request.headers.get("Host", "")):
+    host = request.headers.get("Host", "")  # its port may be another one: of a tunnel, for instance
+    name = host[: host.find("]") + 1].strip("[]") if host.startswith("[") else host.partition(":")[0]
+    try:
+        is_here = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_here = is_loopback(name)
+    if not is_here:
         raise RequestError("open this page by the address that arl view printed", 403)
     if request.path.startswith(_API) and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise RequestError("another site may not read this", 403)
     return await handler(request)
-
-
-def _is_this_machine(host: str) -> bool:
-    """host: a Host header. Its port may be another one: of a tunnel, for instance."""
-    name = host[: host.find("]") + 1].strip("[]") if host.startswith("[") else host.partition(":")[0]
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return is_loopback(name)

@@ -187,16 +187,16 @@ class ViewedRun:
         """A group, and its episodes with their answers. Raises RunFileError if there is none."""
         group = self.run.group(life, number)
         about = {field.name: getattr(group, field.name) for field in fields(group)}
-        episodes = [{**self.table.row(e), "answer": self._answer(e)} for e in group.episodes]
+        episodes = [{**self.table.row(e), "answer": self.answer(e, _MOST_TOKENS) or ""} for e in group.episodes]
         return {**about, "expected": expected_column(group.example), "episodes": episodes}
 
-    def _answer(self, episode: EpisodeRecord) -> str:
+    def answer(self, episode: EpisodeRecord, most: int | None = None) -> str | None:
+        """The text of its last turn, or of so many tokens of it. None if its tokens are not kept."""
         with suppress(RunFileError):
             if tokens := [one for one in self.run.tokens(episode) if one.row.turns]:
                 start, stop, _ = tokens[-1].row.turns[-1]
-                token_ids = tokens[-1].columns["token_ids"][start : min(stop, start + _MOST_TOKENS)]
-                return self.texts.whole(token_ids.tolist())
-        return ""
+                return self.texts.said(tokens[-1].columns["token_ids"][start:stop][:most].tolist())
+        return None
 
     def episode(self, life: int, name: str, wanted: Mapping[str, str]) -> Row:
         """An episode, its calls, and its tokens in a window. Raises RunFileError if there is none."""

@@ -22,7 +22,6 @@ learned after the prompt that the model would get for it. So a conversation whos
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from array import array
@@ -39,11 +38,11 @@ from arl.api.errors import DatasetError, ImageError, ModelError
 from arl.api.images import PlacedImage, placement_flaw
 from arl.api.train_engine import TOKEN_FIELDS, ModelLimits, PackedTokens, TokenOutputs, TrainEngine, TrainSequence
 from arl.api.types import NOT_SAMPLED, Example
-from arl.workflow.chat_template import ChatTemplate, template_of
+from arl.workflow.chat_template import ChatTemplate, encode_once, special_tokens, template_of
 from arl.workflow.conversation import paths_of
 from arl.workflow.dialogue import Dialogue, Rewriting, images_of
 from arl.workflow.images import IMAGE_COLUMNS, with_images
-from arl.workflow.messages import Message, ToolSpecs
+from arl.workflow.messages import Message, ToolSpecs, messages_in, without_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,10 +178,7 @@ def write_model(engine: TrainEngine, directory: Path) -> None:
 
 
 def _made(
-    rows: Iterable[Example],
-    read: Callable[[Example], list[MadeT]],
-    max_tokens: int | None,
-    too_long: TooLong,
+    rows: Iterable[Example], read: Callable[[Example], list[MadeT]], max_tokens: int | None, too_long: TooLong
 ) -> list[MadeT]:
     """What `read` makes of the rows that are not too long."""
     if too_long not in ("error", "drop"):
@@ -224,11 +220,12 @@ class _Reader:
         self._template: ChatTemplate | None = template_of(tokenizer, options) if tokenizer.chat_template else None
 
     def demonstrations(self, row: Example) -> list[Demonstration]:
+        tools = _tools(row)
         match row:
             case {"messages": messages}:
-                found = self._said([], with_images(row, _messages("messages", messages)), _tools(row))
+                found = self._said([], with_images(row, _messages("messages", messages, tools)), tools)
             case {"prompt": prompt, "completion": completion}:
-                found = self._answered(_seen(row, prompt), completion, "completion", _tools(row), "branch")
+                found = self._answered(_seen(row, prompt, tools), completion, "completion", tools, "branch")
             case {"text": str(text)}:
                 if column := next((name for name in IMAGE_COLUMNS if row.get(name) is not None), None):
                     raise DatasetError(
@@ -243,19 +240,20 @@ class _Reader:
         return found
 
     def preferences(self, row: Example) -> list[Preference]:
+        tools = _tools(row)
         match row:
             case {"chosen": chosen, "rejected": rejected}:
                 prompt = row.get("prompt")
             case _:
                 raise _unknown(row, "`chosen` and `rejected`, and perhaps `prompt`")
         if prompt is None:  # the messages with which both conversations begin; the last message is an answer
-            chosen, rejected, length = _messages("chosen", chosen), _messages("rejected", rejected), 0
+            chosen, rejected, length = _messages("chosen", chosen, tools), _messages("rejected", rejected, tools), 0
             while length < min(len(chosen), len(rejected)) - 1 and chosen[length] == rejected[length]:
                 length += 1
             if length == 0:
                 raise DatasetError("`chosen` and `rejected` begin differently, so they have no prompt; give a `prompt`")
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-        prompt, tools = _seen(row, prompt), _tools(row)
+        prompt = _seen(row, prompt, tools)
         both = [
             self._answered(prompt, answer, name, tools, "keep")
             for name, answer in (("chosen", chosen), ("rejected", rejected))
@@ -272,15 +270,17 @@ class _Reader:
     ) -> list[Demonstration]:
         if self._template is None and isinstance(prompt, str) and isinstance(answer, str):
             return [self._plain(prompt, answer)]
-        return self._said(_messages("prompt", prompt, "user"), _messages(name, answer, "assistant"), tools, rewriting)
+        before = _messages("prompt", prompt, tools, "user")
+        return self._said(before, _messages(name, answer, tools, "assistant"), tools, rewriting)
 
     def _plain(self, prompt: str, answer: str) -> Demonstration:
-        """Texts end to end. The tokenizer begins the prompt as it begins texts."""
+        """Texts end to end. They begin as the tokenizer begins texts, and end with a special token; both once."""
         end = [] if self._tokenizer.eos_token_id is None else [int(cast("int", self._tokenizer.eos_token_id))]
-        said = [*self._tokenizer.encode(answer, add_special_tokens=False), *end]
-        given = self._tokenizer.encode(prompt)
-        if end and given[-1:] == end:  # some tokenizers end texts
-            given = given[:-1]
+        said = self._tokenizer.encode(answer, add_special_tokens=False)
+        last = self._tokenizer.encode(answer.rstrip()[-100:], add_special_tokens=False)[-1:]
+        if not special_tokens(self._tokenizer).keys() & last:
+            said += end
+        given = encode_once(self._tokenizer, prompt, answer)
         return _demonstration([(given or said[:1], False), (said if given else said[1:], True)])
 
     def _said(
@@ -311,42 +311,36 @@ def _demonstration(parts: Sequence[tuple[Sequence[int], bool]], images: Sequence
     return (token_ids, loss_mask, images) if images else (token_ids, loss_mask)
 
 
-def _seen(row: Example, prompt: Any) -> Any:
+def _seen(row: Example, prompt: Any, tools: ToolSpecs) -> Any:
     """The prompt with the images of the row's column."""
     if all(row.get(name) is None for name in IMAGE_COLUMNS):
         return prompt
-    return with_images(row, _messages("prompt", prompt, "user"))
+    return with_images(row, _messages("prompt", prompt, tools, "user"))
 
 
-def _messages(name: str, given: Any, role: str | None = None) -> list[Message]:
-    """The messages of a column. role: of a text; None for a column that must hold messages."""
+def _messages(name: str, given: Any, tools: ToolSpecs, role: str | None = None) -> list[Message]:
+    """The messages of a column, or of its JSON. role: of another text; None for a column that must hold messages."""
+    if isinstance(given, str):
+        given = messages_in(given) or given
     if isinstance(given, str) and role is not None:
         return [{"role": role, "content": given}]
     if isinstance(given, Mapping):
         given = [given]
     if not isinstance(given, Sequence) or isinstance(given, str):
         texts = "" if role is None else ", or a text"
-        raise DatasetError(f"`{name}` is a {type(given).__name__}; it must be a list of messages{texts}")
+        raise DatasetError(f"`{name}` is a {type(given).__name__}; it must be a list of messages, or its JSON{texts}")
     for place, message in enumerate(cast("Sequence[Any]", given)):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DatasetError(
                 f"`{name}` has {message!r:.80} at position {place}; each message must be a dict with `role` and "
                 "`content`, such as {'role': 'user', 'content': '...'}"
             )
-    return [cast("Message", message) for message in cast("Sequence[Any]", given)]
+    return without_padding(cast("Sequence[Message]", given), tools)[0]
 
 
 def _tools(row: Example) -> ToolSpecs:
     """The tools that the conversation shows."""
-    tools = row.get("tools") or ()
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise DatasetError(f"`tools` is a text, but not JSON: {error}") from None
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in cast("Sequence[Any]", tools)):
-        raise DatasetError("`tools` must be a list of specifications, or its JSON: {'type': 'function', ...}")
-    return cast("ToolSpecs", tools)
+    return without_padding((), row.get("tools") or ())[1]
 
 
 def _unknown(row: Example, wanted: str) -> DatasetError:

@@ -31,14 +31,7 @@ from arl.api.train_engine import TrainEngine
 from arl.api.types import Example
 from arl.data.loading import load_dataset, without_last
 from arl.engine.model_files import load_part, load_tokenizer, model_digest, model_limits
-from arl.run.finetuning.examples import (
-    Examples,
-    Loss,
-    shuffled_batches,
-    to_demonstrations,
-    to_preferences,
-    write_model,
-)
+from arl.run.finetuning.examples import Examples, Loss, shuffled_batches, to_demonstrations, to_preferences, write_model
 from arl.run.learner import load_train_engine
 from arl.runtime.stopping import SCRIPT_END
 from arl.runtime.threads import TrainThread, finished, offload
@@ -114,7 +107,15 @@ class TuningRun:
         """Read the rows, load the model, and continue from the newest checkpoint, if any."""
         config, head = self._config, "value" if self._config.kind == "rm" else "policy"
         with self._display.waiting(f"reading {config.dataset}"):
-            training, held_out = self._read()
+            kept: dict[str, Any] = {"subset": config.subset, "columns": config.columns}
+            rows = load_dataset(config.dataset, split=config.split, **kept)
+            held_out_rows: Sequence[Example] = ()
+            if config.eval_dataset is not None:
+                held_out_rows = load_dataset(config.eval_dataset, split=config.eval_split, **kept)
+            elif config.num_held_out:
+                rows, held_out_rows = without_last(config.dataset, rows, config.num_held_out)
+            training = self._examples(config.dataset, rows)
+            held_out = self._examples("the held-out rows", held_out_rows)
         self.num_steps = config.epochs * -(-len(training) // config.batch_size)
         record_start(config, self.num_steps)
         optimizer = config.train.optimizer
@@ -256,17 +257,6 @@ class TuningRun:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-
-    def _read(self) -> tuple[list[Any], list[Any]]:
-        """The examples to train on, and the held-out ones."""
-        config, kept = self._config, {"subset": self._config.subset, "columns": self._config.columns}
-        rows = load_dataset(config.dataset, split=config.split, **kept)
-        held_out: Sequence[Example] = ()
-        if config.eval_dataset is not None:
-            held_out = load_dataset(config.eval_dataset, split=config.eval_split, **kept)
-        elif config.num_held_out:
-            rows, held_out = without_last(config.dataset, rows, config.num_held_out)
-        return self._examples(config.dataset, rows), self._examples("the held-out rows", held_out)
 
     def _examples(self, name: str, rows: Sequence[Example]) -> list[Any]:
         if not len(rows):

@@ -142,7 +142,7 @@ def loaded(raw: bytes) -> Any:
     try:
         content = json.loads(raw.decode(), parse_constant=_refuse_constant) if raw else {}
         if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
-            _check_depth(content)
+            check_depth(content)
         if b"\\u" in raw:  # half of a surrogate pair is valid JSON, but not text: no tokenizer takes it
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -150,14 +150,15 @@ def loaded(raw: bytes) -> Any:
     return content
 
 
-def _check_depth(content: Any) -> None:
+def check_depth(content: Any, most: int = _MAX_DEPTH) -> None:
+    """Raise RecursionError if lists and objects nest deeper."""
     level = [content]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(most):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         if not inner:
             return
         level = list(chain.from_iterable(inner))
-    raise RecursionError(f"it nests more than {_MAX_DEPTH} lists and objects")
+    raise RecursionError(f"it nests more than {most} lists and objects")
 
 
 def validated(model: type[B], content: Any, where: str = "") -> B:
