@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "aiohttp", "numpy")
 WINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cli": (
         7,
-        ("api", "runtime", "data", "engine", "rollout", "observe", "training", "cluster", "run"),
+        ("api", "runtime", "data", "engine", "rollout", "observe", "training", "rewards", "cluster", "run"),
     ),
     "run": (
         6,

@@ -56,10 +56,11 @@ async def test_filters_leave_the_likeliest(client: Client, models: Models) -> No
         for answer in await sampled(client, 4, **filtered):
             probs = models.a.logits(answer["prompt"], answer["output_ids"]).softmax(-1)
             own = probs.gather(1, torch.tensor(answer["output_ids"])[:, None])
+            is_likelier = probs > own * (1 + 1e-4)  # rounding orders nearly equal tokens
             if "top_k" in filtered:
-                assert (probs > own).sum(-1).max() < 3
+                assert is_likelier.sum(-1).max() < 3
             elif "top_p" in filtered:
-                assert torch.where(probs > own, probs, 0).sum(-1).max() <= 0.4 + 1e-4
+                assert torch.where(is_likelier, probs, 0).sum(-1).max() <= 0.4 + 1e-4
             else:
                 assert (own[:, 0] >= 0.5 * probs.amax(-1) - 1e-4).all()
 

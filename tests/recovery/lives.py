@@ -1,6 +1,7 @@
 """A life of a small training, for a nursery to fork. Only the two engines are fakes."""
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -157,6 +158,7 @@ def killing_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]],
 
 def main(run_dir: str, steps: int, killed_at: int | None, *, has_tasks: bool = False) -> None:
     """killed_at: the file operation before which the life ends."""
+    faulthandler.enable()
     logging.disable(logging.ERROR)  # of episodes that fail on purpose
     if killed_at is not None:
         sys.addaudithook(killing_at(killed_at, run_dir))

@@ -28,15 +28,18 @@ class Lives:
     def __init__(self, nursery: Nursery, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._nursery = nursery
+        self._log = run_dir.with_name("log")
 
     def begin(self, steps: int, killed_at: int | None = None, *, has_tasks: bool = False) -> None:
         """Start a life, which ends before its file operation number `killed_at`."""
         how = {"run_dir": self.run_dir, "steps": steps, "killed_at": killed_at, "has_tasks": has_tasks}
-        self._life = self._nursery.fork("lives:main", how)
+        self._life = self._nursery.fork("lives:main", how, self._log)
 
     def end(self) -> int:
         """Wait for its end; returns its exit code, -9 where it was killed."""
-        return self._life.code.result(timeout=60)
+        code = self._life.code.result(timeout=60)
+        assert code in (0, -signal.SIGKILL), f"it ended with {code}:\n{self._log.read_text()}"
+        return code
 
 
 @pytest.fixture(scope="module")

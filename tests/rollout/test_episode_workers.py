@@ -390,6 +390,7 @@ class Kept:
         self.records.append([(name, number) for name, number, _ in tokens.rows])
 
 
+@pytest.mark.runs
 async def test_turns_tools_and_rewards_are_reported_from_workers_as_without_them(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(["doubled x 21 42 <tool_call> </tool_call> name arguments the answer is"])
 

@@ -98,6 +98,7 @@ def processes_naming(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.runs
 def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs(
     model: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from scripted_launch import use_fakes
 import arl
 from arl.api.errors import CheckpointError, ConfigError, DatasetError, RewardError, TrainingError
 from arl.engine.tiny import TURN_END, tiny_tokenizer
-from arl.rewards import NumericMatch, math_reward
+from arl.rewards import NumericMatch, from_trl, math_reward
 from arl.run.train import _alone, _blocking, _settings
 from arl.runtime.processes.rpc import OtherTracebackError
 
@@ -235,3 +235,39 @@ def test_a_notice_of_preemption_lets_train_save_and_ends_the_script(capsys: pyte
     plain = "stopped by SIGTERM; arl.train with the same run_dir continues from its newest checkpoint, if there is one"
     assert said[0] == plain + "\n"
     assert json.loads(said[1])["message"] == plain
+
+
+def of_trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(one == a) for one, a in zip(completions, answer, strict=True)]
+
+
+async def misspelt(answer: str, data: arl.Example) -> float:
+    return float(answer == data["anser"])
+
+
+async def only_of_some(answer: str, data: arl.Example) -> float:
+    return 1 / (data["answer"] != "1")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+async def test_a_reward_that_cannot_work_ends_the_start_with_what_to_do(
+    small: dict[str, Any], num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"arl\.rewards\.from_trl"):
+        await arl.atrain(dataset=SUMS, reward=of_trl, **small)
+    monkeypatch.setattr("arl.run.launch.open_engines", lambda *_: pytest.fail("servers started"))
+    small["config"] = arl.Config.model_validate(
+        {"model": "none", "log": {"console": False}, "rollout": {"num_workers": num_workers}}
+    )
+    with pytest.raises(
+        RewardError, match=rf"failed for 12 of 12 made-up answers.*{Path(__file__).name}, line .*'anser'"
+    ):
+        await arl.atrain(dataset=SUMS, reward=misspelt, **small)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("reward", [only_of_some, from_trl(of_trl)])
+async def test_one_that_fails_for_one_example_and_one_that_was_written_for_trl_train(
+    small: dict[str, Any], reward: Any
+) -> None:
+    assert (await arl.atrain(dataset=SUMS, reward=reward, **small)).summary["steps"] == 2

@@ -93,8 +93,8 @@ def is_split(parameter: torch.Tensor) -> bool:
     [
         *((name, "qwen3", 2, 1) for name in VARIANTS),
         ("value", "qwen3", 1, 2),
-        ("token mean", "tied qwen2", 1, 2),
-        ("token mean", "llama with biases", 1, 2),
+        pytest.param("token mean", "tied qwen2", 1, 2, marks=pytest.mark.runs),
+        pytest.param("token mean", "llama with biases", 1, 2, marks=pytest.mark.runs),
         pytest.param("token mean", "tied qwen3", 2, 2, marks=pytest.mark.slow),
     ],
 )

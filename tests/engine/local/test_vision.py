@@ -42,7 +42,7 @@ class Sighted:
         return self.placed_job(tokens, placed, **sampling)
 
     def placed_job(self, tokens: list[int], placed: Any, **sampling: Any) -> Job:
-        job = make_job(tokens, **sampling)
+        job = make_job(tokens, **{"seed": len(tokens), **sampling})  # fixed tokens, whose rounding is known
         if placed:
             job.view = Future()
             job.view.set_result(View(placed, self.processor))

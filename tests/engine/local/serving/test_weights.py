@@ -179,12 +179,15 @@ async def test_a_server_leaves_a_group_at_once_while_it_waits_in_it(
     async with trainer_of(impatient) as trainer:
         await succeeds(impatient, "/begin_weight_update")
         receiving = trainer.announce(tensors, weight_version="v1")
-        await greedy(impatient)  # by then it waits
+        await greedy(impatient)  # by then it waits, unless the announcement was on its way for longer
         leaving = await impatient.post("/destroy_weights_update_group", {"group_name": trainer.name})
         failed = await receiving
-        assert (failed.status, leaving.status) == (400, 400)
-        assert "the group was left meanwhile" in failed.message
-        assert "does not exist" in leaving.message  # the call that failed has left it
+        assert failed.status == 400
+        if leaving.status == 200:
+            assert "must run between" in failed.message  # leaving discards the transaction
+        else:
+            assert "the group was left meanwhile" in failed.message
+            assert "does not exist" in leaving.message  # the call that failed has left it
         trainer.leave()
     async with trainer_of(impatient) as trainer:
         await succeeds(impatient, "/begin_weight_update")
