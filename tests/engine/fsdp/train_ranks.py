@@ -1,11 +1,13 @@
 """Ranks of a process group as processes that run one function after another."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,24 @@ TIMEOUT_S = 90
 
 
 class Ranks:
-    """`run(function, ...)` calls `function(rank, ...)` on each rank, and returns what each reports."""
+    """`run(function, ...)` calls `function(rank, ...)` on each rank, and returns what each reports.
+
+    After a call that failed, the next one starts other ranks: those that are left may wait for the one that is not.
+    """
 
     def __init__(self, world_size: int, directory: Path, backend: str = "gloo") -> None:
-        # torch and transformers are imported once, in the server that the ranks are forked from.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["arl.engine.fsdp.train_engine", "transformers.models.auto.modeling_auto"])
+        self._world_size, self._directory, self._backend = world_size, directory, backend
+        self._num_starts = 0
         self._is_broken = False
-        self._calls: list[tuple[ThreadPoolExecutor, Any]] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, backend, str(directory / "store"), theirs)
-            context.Process(target=_serve, args=arguments, daemon=True).start()
-            self._calls.append((ThreadPoolExecutor(1), ours))
+        self._ranks: list[tuple[ThreadPoolExecutor, BaseProcess, Any]] = []
+        self._begin()
 
     def start(self, function: Callable[..., Report], *arguments: object) -> list[Future[Report]]:
-        assert not self._is_broken, "an earlier function failed on these ranks"
+        if self._is_broken:
+            self.close()
+            self._begin()
         work = pickle.dumps((function, arguments))
-        return [thread.submit(_call, connection, work) for thread, connection in self._calls]
+        return [thread.submit(_call, process, connection, work) for thread, process, connection in self._ranks]
 
     def run(self, function: Callable[..., Report], *arguments: object) -> list[Report]:
         return self.reports(self.start(function, *arguments))
@@ -47,21 +49,41 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """End the ranks. Those of a call that failed may wait for each other, and end with the tests."""
-        for thread, connection in self._calls:
+        for thread, process, connection in self._ranks:
+            if self._is_broken:
+                process.kill()
             thread.shutdown()
             connection.close()
 
+    def _begin(self) -> None:
+        # torch and transformers are imported once, in the server that the ranks are forked from.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["arl.engine.fsdp.train_engine", "transformers.models.auto.modeling_auto"])
+        store = self._directory / f"store-{self._num_starts}"
+        self._num_starts += 1
+        self._is_broken, self._ranks = False, []
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self._world_size, self._backend, str(store), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._ranks.append((ThreadPoolExecutor(1), process, ours))
 
-def _call(connection: Any, work: bytes) -> Report:
-    connection.send_bytes(work)
-    assert connection.poll(TIMEOUT_S), "a rank gave no answer"
-    report = pickle.loads(connection.recv_bytes())
+
+def _call(process: BaseProcess, connection: Any, work: bytes) -> Report:
+    try:
+        connection.send_bytes(work)
+        assert connection.poll(TIMEOUT_S), "a rank gave no answer"
+        report = pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError) as error:
+        process.join(TIMEOUT_S)
+        raise AssertionError(f"a rank's process ended with exit code {process.exitcode}") from error
     assert not isinstance(report, str), report
     return report
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, connection: Any) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
