@@ -153,10 +153,12 @@ async def test_filters_and_a_search_leave_what_the_log_holds(page: Page, address
     await expect(page.locator("#matched")).to_contain_text(f"1 to {run.num_failed} of {run.num_failed} ")
     assert set(await page.locator("#episodes tbody td:nth-child(5)").all_inner_texts()) == {"failed"}
     await page.get_by_role("button", name="Clear").click()
+    await expect(page.locator("#matched")).to_contain_text(f"1 to 100 of {run.num_episodes}")
     await page.get_by_label("Step from").fill("2")
     await page.get_by_label("Step to").fill("2")
     await expect(page.locator("#matched")).to_contain_text(f" of {GROUPS * MEMBERS} ")
     await page.get_by_role("button", name="Clear").click()
+    await expect(page.locator("#matched")).to_contain_text(f"1 to 100 of {run.num_episodes}")
     await page.get_by_label("Search texts").fill("onerror")
     await expect(page.locator("#episodes tbody tr")).to_have_count(1)
     assert await page.locator("#episodes tbody tr").get_attribute("data-episode") == f"1/{HOSTILE_EPISODE}"
@@ -200,7 +202,8 @@ async def test_the_table_fits_1280_pixels_whatever_the_errors_say(page: Page, ad
 async def test_the_keyboard_alone_leads_to_an_episode_and_back(page: Page, address: str) -> None:
     await show(page, address, "episodes")
     await page.keyboard.press("/")
-    await page.keyboard.type("What is 3 + 1")
+    async with page.expect_response(lambda answer: "text=What+is+3+%2B+1&" in answer.url):
+        await page.keyboard.type("What is 3 + 1")
     await expect(page.locator("#episodes tbody tr")).to_have_count(MEMBERS)
     await page.keyboard.press("Escape")
     await page.keyboard.press("j")
