@@ -85,14 +85,15 @@ def test_an_object_that_cannot_be_built_raises_here_and_leaves_no_process(start:
 
 
 def test_calls_in_turn_keep_their_order_and_calls_beside_them_do_not_wait(start: Any) -> None:
-    process, order = start(import_module, "time"), list[str]()
-    slow = threading.Thread(target=lambda: (process.call("sleep", 0.3), order.append("first")))
+    process, order = start(threading.Event), list[str]()
+    slow = threading.Thread(target=lambda: (process.call("wait", 20), order.append("first")))
     slow.start()
     until(lambda: process._pending)
-    process.tell("sleep", 60)
-    process.beside("time")
+    process.tell("wait", 60)
+    process.beside("is_set")
     order.append("beside")
-    process.call("time")
+    process.beside("set")
+    process.call("is_set")
     slow.join()
     assert order == ["beside", "first"]
 
