@@ -361,14 +361,14 @@ async def viewer(directory: Path) -> AsyncIterator[Door]:
         yield Door(port=port, sound=sound)
 
 
-async def ask(port: int, request: bytes) -> bytes:
+async def ask(port: int, request: bytes, patience_s: float = PATIENCE_S) -> bytes:
     """The answer; empty if the server waits for more of the request, and then for none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         with suppress(ConnectionError):
             writer.write(request)
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(patience_s):
                     return await reader.read()
             except TimeoutError:
                 writer.write_eof()
@@ -405,7 +405,7 @@ async def test_every_malformed_request_is_refused_with_a_sentence_and_the_server
         async with asyncio.TaskGroup() as group:
             for _ in range(CONNECTIONS):
                 group.create_task(send())
-        after = await ask(door.port, door.sound[0].to_bytes())
+        after = await ask(door.port, door.sound[0].to_bytes(), ANSWER_S)
     assert wrong == []
     assert after.startswith(b"HTTP/1.1 200 OK\r\n")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
