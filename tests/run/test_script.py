@@ -185,7 +185,10 @@ async def main(config):
         await asyncio.Event().wait()
     finally:
         print("asked to end", flush=True)
-        await asyncio.sleep({"slow": 60, "brisk": 1}.get(config.model, 0))
+        if config.model == "patient":  # until its stdin is closed
+            asyncio.get_running_loop().add_reader(sys.stdin, (closed := asyncio.Event()).set)
+            await closed.wait()
+        await asyncio.sleep(60 if config.model == "slow" else 0)
         print("saved", flush=True)
 
 run_script(main, Config)
@@ -198,7 +201,8 @@ HUNG = "1 calls in threads (asyncio.to_thread) did not return: the process ends 
 def _script(*flags: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", SCRIPT, *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # as where a script writes to a file
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
 
 
 AGAIN, LOST = (
@@ -240,12 +244,14 @@ def test_a_signal_lets_the_script_clean_up_for_as_long_as_its_notice_and_exit_wi
 def test_of_signals_after_the_first_only_ctrl_c_ends_the_script_unsaved(
     first: signal.Signals, second: signal.Signals, end: tuple[str, int]
 ) -> None:
-    with _script("--model", "brisk") as process:
+    with _script("--model", "patient") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, first)
         assert process.stdout.readline() == "asked to end\n"
         os.kill(process.pid, second)
+        if second == signal.SIGINT:
+            process.wait(timeout=30)
         out, err = process.communicate(timeout=30)
     assert (out, process.returncode) == end
     assert ("a second Ctrl-C: ended before it had saved" in err) == (second == signal.SIGINT)
