@@ -17,14 +17,14 @@ ask() { curl --silent --show-error --config "$keys/$1" "${@:2}"; }
 
 again=(--retry 300 --retry-connrefused --retry-delay 1)  # arl may begin to listen later
 while true; do
-  # curl asks again after a 503: no episode is free now. It fails after a 410: the run is over.
+  # curl asks again after a 503: no episode is free now. It fails after a 410, and once arl is gone: the run is over.
   episode=$(ask operator "${again[@]}" --fail --json '{}' "$url/episodes") || exit 0
   again=(--retry 60)
   id=$(field id <<<"$episode")
   use episode "$(field api_key <<<"$episode")"
   question=$(field question <<<"$episode")
   said=$(ask episode --json "{\"messages\": [{\"role\": \"user\", \"content\": \"$question\"}]}" \
-    "$(field base_url <<<"$episode")/chat/completions" | field content)
+    "$(field base_url <<<"$episode")/chat/completions" | field content) || exit 0
   if [ "$said" = "$(field answer <<<"$episode")" ]; then reward=1; else reward=0; fi
   ask operator --json "{\"reward\": $reward}" "$url/episodes/$id/end" || exit 0
   echo
