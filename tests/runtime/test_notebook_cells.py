@@ -21,6 +21,7 @@ from arl.runtime.stopping import run_in_cell
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 150
 FIRST_CELL = """
+import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +33,22 @@ import arl
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 
-gate = Path("gate")
+gate, interrupted = Path("gate"), Path("interrupted")
+loops = []
 
 
 def wait_at_the_gate(batch):
     print("a batch is trained")
-    while not gate.exists():
+    while not gate.exists() and not (interrupted.exists() and is_cancelled()):
         time.sleep(0.01)
 
 
+def is_cancelled():
+    return any(task.cancelling() for task in asyncio.all_tasks(loops[-1]))
+
+
 def answer(request):
+    loops.append(asyncio.get_running_loop())
     return tiny_tokenizer().encode("12345678")
 
 
@@ -165,16 +172,15 @@ def test_interrupts_end_a_cell_briefly_with_a_checkpoint_and_the_same_cell_goes_
 ) -> None:
     """The second interrupt comes while the run ends: it waits for the batch that is trained."""
     name = request.node.callspec.id
-    gate = kernel.directory / "gate"
-    gate.unlink(missing_ok=True)
-    interrupted = list[bool]()
+    gate, interrupted = (kernel.directory / file for file in ("gate", "interrupted"))
+    for file in (gate, interrupted):
+        file.unlink(missing_ok=True)
 
     def interrupt_twice(shown: Shown) -> None:
-        if not interrupted and "a batch is trained" in shown.text:
-            interrupted.append(True)
+        if not interrupted.exists() and "a batch is trained" in shown.text:
             kernel.interrupt()
             kernel.interrupt()
-            gate.touch()
+            interrupted.touch()
 
     kernel.run(f"run_dir = {name!r}")
     shown = kernel.run(cell, interrupt_twice)
@@ -184,6 +190,7 @@ def test_interrupts_end_a_cell_briefly_with_a_checkpoint_and_the_same_cell_goes_
     assert end["version"] == 1
     assert f"continues from {name}/checkpoints/version-00000001" in shown.text + error
     assert len(error.splitlines()) <= 2
+    gate.touch()
     shown = kernel.run(cell)
     assert not shown.errors
     assert kernel.end_of(name)["how"] == "finished"
