@@ -8,10 +8,12 @@ import sqlite3
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, Example, StepStats, Trajectory
 from arl.api.version import install_command
 from arl.observe import tracking
-from arl.observe.tracking import COLUMNS, MOST_WAITING, Trackers, mlflow_name
+from arl.observe.tracking import CLOSING_S, COLUMNS, MOST_WAITING, Trackers, mlflow_name
 from arl.run.experiment import Experiment, Setup
 
 STATS = {
@@ -220,17 +222,25 @@ def test_a_tracker_that_cannot_open_is_left_out_at_once(tmp_path: Path, caplog: 
 
 
 def test_the_end_does_not_wait_for_a_tracker_that_hangs_and_says_where_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on = threading.Event()
-    hung, good = Recorder(goes_on.wait), Recorder()
-    trackers = Trackers(own=[hung, good], closing_s=0.2)
+    """The time for closing is over once the other one has closed."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    good, hung = Recorder(), Recorder(lambda: (hangs.set(), goes_on.wait()))
+
+    def clock() -> float:
+        is_working = any(thread.name == "arl-tracker-Recorder" for thread in threading.enumerate())
+        return time.monotonic() + (0.0 if is_working else 2 * CLOSING_S)
+
+    trackers = Trackers(own=[good, hung])
     given(tmp_path, trackers, 2)
+    hangs.wait()
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(monotonic=clock))
     trackers.close(None)
     assert hung.calls == []
     assert good.calls == [("step", 1), ("step", 2), ("close", None)]
     (line,) = said(caplog, level=logging.ERROR)
-    assert "the tracker Recorder is still at step 1, in threading.py" in line
+    assert "the tracker Recorder-2 is still at step 1, in threading.py" in line
     goes_on.set()
 
 
