@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from one_turn import OneTurn
 from sources import trees
-from training.trainer_run import run, running
+from training.trainer_run import running
 
 from arl.api.engine import Sampler
 from arl.api.errors import StalledError
@@ -38,11 +38,22 @@ class Stuck(OneTurn):
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_with_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Time passes once all that can be trained is."""
+    began, is_stuck = time.monotonic(), False
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() if is_stuck else began)
+    monkeypatch.setattr(watchdog_module, "time", clock)
     monkeypatch.setattr("arl.training.watchdog._end_process", lambda still_s: None)  # a slow machine may need longer
     monkeypatch.setattr("arl.training.watchdog.WARN_AFTER_S", 0.2)
     settings = {"rollout": {"shuffle": False}, "stall_timeout_s": 0.5}
+
+    async def run_of_nine_steps() -> None:
+        nonlocal is_stuck
+        async with running(tmp_path, workflow=Stuck(), steps=9, **settings) as trainer:
+            async for step in trainer:
+                is_stuck = step.version == 4
+
     with pytest.raises(StalledError, match=r"stall_timeout_s is 0\.5") as ended:
-        await run(tmp_path, workflow=Stuck(), steps=9, **settings)
+        await run_of_nine_steps()
     for said in (str(ended.value), caplog.text):
         assert "1 x a batch that may be taken; woken by a group that finishes or is released" in said
         assert "Stuck.arun_episode" in said
