@@ -15,12 +15,13 @@ from arl.sandbox.bubblewrap import START
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def hold_up(keeper: int) -> None:
-    """Stop a keeper from when it starts a program until the program has ended."""
+def hold_up(keeper: int, pipe: Path) -> None:
+    """Stop a keeper from when it starts a program, which waits for the pipe's end, until the program has ended."""
     while not descendants(keeper):
         pass
     os.kill(keeper, signal.SIGSTOP)
     try:
+        pipe.open("w").close()
         while any(stat_of(pid)[0] != "Z" for pid in descendants(keeper)):
             time.sleep(0.01)
     finally:
@@ -32,7 +33,8 @@ async def test_a_program_that_ends_while_the_keeper_is_held_up_leaves_no_process
 ) -> None:
     async with with_keeper(pipe) as (sandbox, pid):
         for _ in range(5):
-            outcome, _ = await asyncio.gather(sandbox.run("print(1)"), asyncio.to_thread(hold_up, pid))
+            program = f"open({str(pipe)!r}).read()\nprint(1)"
+            outcome, _ = await asyncio.gather(sandbox.run(program), asyncio.to_thread(hold_up, pid, pipe))
             assert outcome.stdout == "1\n"
             assert descendants(pid) == set()
 
