@@ -338,6 +338,8 @@ with writer.EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
     for number in itertools.count():
         log.emit(EpisodeBegan(episode=f"0.{number}"))
         log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory(versions=(number,)))]))
+        if number == 2000:
+            assert log.flush()
         if number % 100 == 0:
             print(number, flush=True)
 """
