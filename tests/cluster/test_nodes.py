@@ -24,7 +24,7 @@ while True:
 SAY = """
 import socket, sys
 client = socket.socket(type=socket.SOCK_DGRAM)
-client.settimeout(0.5)
+client.settimeout(float(sys.argv[3]))
 client.sendto(sys.argv[2].encode(), (sys.argv[1], 9000))
 try:
     print(client.recv(100).decode())
@@ -53,9 +53,9 @@ def listen(node: Node, log: Path) -> None:
     node.run(["sh", "-c", "until ss --listening --udp --numeric | grep --quiet :9000; do sleep 0.05; done"])
 
 
-def is_answered(node: Node, other: Node, word: str) -> bool:
+def is_answered(node: Node, other: Node, word: str, within_s: float = 30.0) -> bool:
     """False after silence, as where a cable is cut. Raises ClusterError if a host or a network refuses."""
-    return node.run([sys.executable, "-c", SAY, other.address, word]) == f"heard {word}\n"
+    return node.run([sys.executable, "-c", SAY, other.address, word, str(within_s)]) == f"heard {word}\n"
 
 
 def test_cuts_are_silent_have_directions_and_heal(cluster: Cluster, tmp_path: Path):
@@ -63,11 +63,11 @@ def test_cuts_are_silent_have_directions_and_heal(cluster: Cluster, tmp_path: Pa
     listen(second, tmp_path / "heard")
     assert is_answered(first, second, "before")
     second.cut(first)
-    assert not is_answered(first, second, "lost")
+    assert not is_answered(first, second, "lost", 0.5)
     assert is_answered(third, second, "other")
     second.heal()
     first.cut_incoming()
-    assert not is_answered(first, second, "arrives")
+    assert not is_answered(first, second, "arrives", 0.5)
     first.heal()
     assert is_answered(first, second, "after")
     assert (tmp_path / "heard").read_text().split() == ["before", "other", "arrives", "after"]
