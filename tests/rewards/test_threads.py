@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from still_clock import still_clock
 
 from arl.api.errors import ToolsHungError
 from arl.rewards.threads import CallThreads, CallTimeoutError
@@ -27,24 +28,27 @@ async def hang(threads: CallThreads, release: threading.Event) -> None:
 
 async def test_time_in_the_queue_does_not_count(release: threading.Event) -> None:
     threads = CallThreads(max_threads=1)
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(threads.acall(lambda: release.wait(60)))
-        second = group.create_task(threads.acall(lambda: 2, timeout_s=0.2))
-        await asyncio.sleep(0.3)
-        assert not second.done()
-        release.set()
+    with still_clock() as passes:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(threads.acall(lambda: release.wait(60)))
+            second = group.create_task(threads.acall(lambda: 2, timeout_s=0.2))
+            await asyncio.sleep(0)
+            await passes(0.3)
+            assert not second.done()
+            release.set()
     assert (first.result(), second.result()) == (True, 2)
 
 
 async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
     threads = CallThreads(max_threads=2)
     running, most = 0, 0
-    lock = threading.Lock()
+    lock, both = threading.Lock(), threading.Barrier(2)
 
     def work() -> None:
         nonlocal running, most
         with lock:
             running, most = running + 1, max(most, running + 1)
+        both.wait(60)
         threading.Event().wait(0.005)
         with lock:
             running -= 1
@@ -115,13 +119,14 @@ async def test_a_call_that_is_cancelled_counts_as_hung_only_after_its_time(relea
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    await cancelled(timeout_s=60)
-    await cancelled(timeout_s=60)
-    assert threads.num_hung == 0
-    await cancelled(timeout_s=0.5)
-    async with asyncio.timeout(60):
-        while threads.num_hung != 1:  # noqa: ASYNC110 - a timer changes it
-            await asyncio.sleep(0.01)
+    with still_clock() as passes:
+        await cancelled(timeout_s=60)
+        await cancelled(timeout_s=60)
+        await cancelled(timeout_s=0.5)
+        await passes(0.4)
+        assert threads.num_hung == 0
+        await passes(0.2)
+        assert threads.num_hung == 1
 
 
 async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threading.Event) -> None:

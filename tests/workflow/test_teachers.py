@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from served import BREAK, Served, language_model, reward_model
+from still_clock import still_clock
 
 from arl.api.errors import ModelError, RequestTimeoutError, RewardError, RewardTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
@@ -108,17 +109,23 @@ async def test_a_server_that_is_away_or_has_another_model_or_key_is_noticed_befo
 
 @pytest.mark.parametrize("kind", [TeacherClient, RewardModelClient])
 async def test_an_answer_that_takes_too_long_is_a_named_timeout(kind: Any) -> None:
-    never = asyncio.Event()
+    asked, never = asyncio.Event(), asyncio.Event()
 
     async def hang(body: Any) -> Any:
+        asked.set()
         await never.wait()
         return {}
 
     is_teacher = kind is TeacherClient
-    async with language_model() if is_teacher else reward_model() as served, kind(served.url, timeout_s=0.2) as client:
+    async with language_model() if is_teacher else reward_model() as served:
         served.answers["/generate" if is_teacher else "/classify"] = hang
-        with pytest.raises(RequestTimeoutError if is_teacher else RewardTimeoutError, match=r"timeout_s=0\.2"):
-            await (client.logprobs(TOKENS) if is_teacher else client.score(TOKENS))
+        with still_clock() as passes:
+            async with kind(served.url, timeout_s=0.2) as client:
+                call = asyncio.create_task(client.logprobs(TOKENS) if is_teacher else client.score(TOKENS))
+                await asked.wait()
+                await passes(0.2)
+                with pytest.raises(RequestTimeoutError if is_teacher else RewardTimeoutError, match=r"timeout_s=0\.2"):
+                    await call
         never.set()
 
 
