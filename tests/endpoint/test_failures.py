@@ -5,9 +5,10 @@ import json
 import logging
 
 import aiohttp
+import httpx
 import openai
 import pytest
-from programs import ADD, ASK, Gated, Opened, opened, post, saying
+from programs import ADD, ASK, CERTIFICATES, Gated, Opened, client_of, opened, post, saying
 from workflow.chat_templates import tokenizer_of
 
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
@@ -88,10 +89,17 @@ async def test_a_program_that_hangs_up_ends_its_call(stream: bool) -> None:
 
 
 async def test_an_sdk_that_gives_up_waiting_and_calls_again_is_answered_once() -> None:
+    """It gives up until a call has reached the model, and then has time."""
     gated = Gated()
+
+    async def has_time(request: httpx.Request) -> None:
+        if not gated.began.locked():
+            request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), 60.0)
+
     async with opened(gated.engine) as episode:
-        client = episode.client.with_options(timeout=0.3, max_retries=20)
-        async with asyncio.TaskGroup() as group:
+        http = openai.DefaultAsyncHttpxClient(verify=CERTIFICATES, event_hooks={"request": [has_time]})
+        impatient = client_of(episode.session, timeout=0.3, max_retries=20, http_client=http)
+        async with impatient as client, asyncio.TaskGroup() as group:
             asking = group.create_task(client.chat.completions.create(model="m", messages=ASK))
             await gated.cancelled.acquire()
             gated.gate.set()
