@@ -211,15 +211,16 @@ async def test_no_trick_passes_a_test(bubblewrap: BubblewrapSandbox) -> None:
     tests = CallTests(tests=[f"import math\nassert f(2) == {SECRET!r} and math.isclose(1, 1)"])
     limits = Limits(memory_bytes=96 << 20, processes=12)
 
-    async def attempted(code: str) -> UnitTestReport:
-        return await run_unit_tests(bubblewrap, code, tests, limits=limits, timeout_s=3)
+    async def attempted(trick: str) -> UnitTestReport:
+        timeout_s = 20 if trick == "looks for the tests" else 3
+        return await run_unit_tests(bubblewrap, TRICKS[trick], tests, limits=limits, timeout_s=timeout_s)
 
-    reports = await asyncio.gather(*map(attempted, TRICKS.values()))
+    reports = await asyncio.gather(*map(attempted, TRICKS))
     failed = {trick: report.failures[0] for trick, report in zip(TRICKS, reports, strict=True)}
     assert [trick for trick, failure in failed.items() if failure is None] == []
     assert "gave '[]'" in (failed["looks for the tests"] or ""), failed
     honest = f"def f(x): return {SECRET!r}"
-    assert (await run_unit_tests(bubblewrap, honest, tests, limits=limits)).failures == (None,)
+    assert (await run_unit_tests(bubblewrap, honest, tests, limits=limits, timeout_s=20)).failures == (None,)
 
 
 INTRUSIONS = {
