@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,10 @@ GRAMMARS = [
     Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": NUMBER})),
 ]
 LONG = Grammar(kind="regex", text="([ab]c){150}")
+# Where an update falls, and so what is said after it, no seed decides. They are hot: a temperature divides the rounding
+# of logits, too.
+TRUNCATED = SamplingParams(max_new_tokens=400, temperature=1.6, top_p=0.9, ignore_eos=True, seed=0)
+CONSTRAINED = SamplingParams(max_new_tokens=500, temperature=1.4, grammar=LONG, seed=0)
 
 
 def trajectory_of(response: ModelResponse) -> Trajectory:
@@ -83,9 +88,10 @@ def logprobs_among(reference: Reference, response: ModelResponse) -> torch.Tenso
 
 
 async def responses(server: Server, params: Sequence[SamplingParams]) -> list[ModelResponse]:
-    """All at once, so that rows of different settings share a batch."""
+    """All at once, so that rows of different settings share a batch; seeded, because rounding depends on the tokens."""
+    seeded = [replace(sampling, seed=seed) for seed, sampling in enumerate(params)]
     async with RemoteInferenceEngine([server.url], server.config()) as engine:
-        asked = (engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)) for sampling in params)
+        asked = (engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)) for sampling in seeded)
         return await asyncio.gather(*asked)
 
 
@@ -132,8 +138,7 @@ async def test_an_update_in_the_middle_of_a_truncated_response_shows_in_its_vers
     client: Client, server: Server, models: Models, mode: PauseMode
 ) -> None:
     """Each token has its set before and after, and each logprob is of its version (in place, over the old keys)."""
-    sampling = SamplingParams(max_new_tokens=400, temperature=0.8, top_p=0.9, ignore_eos=True)
-    response = await updated_in_the_middle(client, server, models, mode, sampling)
+    response = await updated_in_the_middle(client, server, models, mode, TRUNCATED)
     seam = response.output_versions.count(0)
     assert 0 < seam < 400
     assert response.output_versions == (0,) * seam + (1,) * (400 - seam)
@@ -151,8 +156,7 @@ async def test_an_update_in_the_middle_of_a_constrained_response_shows_in_its_ve
 ) -> None:
     """It goes on within its grammar, each token has its set, and the trainer recomputes them with any weights. An
     embedded server goes on behind the tokens of an aborted attempt, SGLang begins again."""
-    sampling = SamplingParams(max_new_tokens=500, temperature=0.7, grammar=LONG)
-    response = await updated_in_the_middle(client, server, models, mode, sampling)
+    response = await updated_in_the_middle(client, server, models, mode, CONSTRAINED)
     assert (response.sends, response.stop_reason) == (2 if mode == "abort" else 1, "stop")
     seam = response.output_versions.count(0)
     assert response.output_versions == (0,) * seam + (1,) * (301 - seam)
@@ -172,8 +176,8 @@ async def test_the_turns_of_a_conversation_are_replayed(client: Client, server: 
     chat = Conversation(models.tokenizer, [{"role": "user", "content": "What?"}])
     ways = [{"top_p": 0.7}, {}, {"top_k": 3}, {"min_p": 0.2}]
     async with RemoteInferenceEngine([server.url], server.config()) as engine:
-        for way in ways:
-            await chat.agenerate(engine, SamplingParams(max_new_tokens=12, temperature=1.3, **way))
+        for seed, way in enumerate(ways):
+            await chat.agenerate(engine, SamplingParams(max_new_tokens=12, temperature=1.3, seed=seed, **way))
             chat.add({"role": "user", "content": "And then?"})
     made = chat.trajectories(1.0)
     trained = await trained_logprobs(models.directory_a, made)
