@@ -164,7 +164,9 @@ async def test_a_request_that_waits_for_a_paused_server_times_out_and_casts_no_s
         await engine.resume()
         await server.until(lambda: bool(server.running))
         (attempt,) = engine._pool.servers[0].attempts
-        attempt.sent_at += 0.35  # as after so long a pause
+        attempt.sent_at += (
+            20.0  # as if the server had been paused all the while, however late the time limit is noticed
+        )
         server.calls.clear()
         error = await call
         assert isinstance(error, RequestTimeoutError)
@@ -372,8 +374,9 @@ async def test_a_request_that_its_server_was_told_to_return_keeps_its_tokens_thr
 
 @pytest.mark.parametrize("seed", [None, 7])
 async def test_a_request_that_is_only_slow_keeps_its_tokens_and_is_cut_once(
-    server: Server, impatient: None, seed: int | None
+    server: Server, impatient: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("arl.engine.client.watchdog._RETURN_S", 600.0)  # it returns the request, however slowly
     async with over(server, max_retries=0) as engine, asyncio.TaskGroup() as group:
         for _ in range(2):
             await engine.agenerate(ask())

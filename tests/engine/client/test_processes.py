@@ -182,11 +182,14 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 1)
-    play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
+    end = "def end():\n    while not os.path.exists(f'{notes}/end'): time.sleep(0.01)\n"
+    end += "    say('out of memory')\n    os._exit(9)\n"
+    play(end + "threading.Thread(target=end).start()\n" + SERVE)
     words = r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"
 
     async def run() -> None:
         async with started_here("m", LocalEngineConfig(num_servers=2), tmp_path):
+            (notes / "end").touch()
             try:
                 await asyncio.Event().wait()
             finally:

@@ -92,13 +92,14 @@ async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewh
 
 
 async def test_a_server_whose_sign_of_life_was_lost_on_the_way_is_asked_again_and_keeps_its_requests(
-    server: Server, other: Server, quick: None
+    server: Server, other: Server, quick: None, monkeypatch: pytest.MonkeyPatch
 ):
     async with over(server, other) as engine, asyncio.TaskGroup() as group:
         server.is_automatic = False
         call = await server.begin(group, engine.agenerate(ask(session="s")))
         server.lost.append("model_info")
         await server.until(lambda: not server.lost)
+        monkeypatch.setattr("arl.engine.client.watchdog._SILENCE_S", 600.0)  # what is asked from now on is answered
         await server.until(lambda: server.names(without=()).count("model_info") > 20)
         server.advance(4)
         await call
