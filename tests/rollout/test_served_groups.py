@@ -15,7 +15,7 @@ from workflow.scripted_answers import TOKENIZER, ended
 from arl.api.fakes import ScriptedEngine
 from arl.api.settings.endpoint import EndpointConfig
 from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.served_workflow import ServedWorkflow
+from arl.endpoint.served_workflow import PlayedEpisodes, ServedWorkflow
 from arl.rollout.ledger import GroupOutcome
 
 KEY = "an-operators-key-of-32-characters"
@@ -26,8 +26,10 @@ ENDS = {"reward": 12, "error": 2, "rejected": 2, "nothing": 1, "without a call":
 class Programs:
     """Several programs, which play what they get until the run is over."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, episodes: PlayedEpisodes, seed: int) -> None:
         self.opened: list[str] = []
+        self._episodes = episodes
+        self._died = set[str]()
         self.ends: Counter[str] = Counter()
         self.most_open = 0
         self._url = url
@@ -42,6 +44,13 @@ class Programs:
             if status == 201:
                 await self._play(client, episode)
 
+    async def live(self) -> None:
+        """Signs of life of all but those that died, however slowly they play."""
+        while not self._episodes.is_over:
+            for name in {*self._episodes._running} - self._died:
+                self._episodes.running(name)
+            await asyncio.sleep(0.02)
+
     async def _play(self, client: aiohttp.ClientSession, episode: dict[str, Any]) -> None:
         self.opened.append(episode["id"])
         async with client.get(self._url, headers={"Authorization": f"Bearer {KEY}"}) as answer:
@@ -54,6 +63,7 @@ class Programs:
             for _ in range(self._random.randint(1, 2)):
                 await self._post(client, url, chat, episode["api_key"])
         if how == "nothing":
+            self._died.add(episode["id"])
             return
         end = {"error": {"error": "broken"}, "rejected": {"rejected": True}}.get(how, {"reward": self._random.random()})
         status, _ = await self._post(client, f"{self._url}/{episode['id']}/end", end, KEY)
@@ -82,7 +92,8 @@ async def test_the_bound_holds_and_every_example_ends_once_however_programs_end_
     engine = ScriptedEngine(lambda request: ended(str(request.sampling.max_new_tokens)))
     async with aiohttp.ClientSession() as client, asyncio.TaskGroup() as tasks, workflow:
         controller, buffer, _ = controlled(workflow, 60, engine, **settings, **rules)
-        programs = Programs(urls[0], seed=max_staleness)
+        programs = Programs(urls[0], workflow._episodes, seed=max_staleness)
+        tasks.create_task(programs.live())
         for _ in range(4):
             tasks.create_task(programs.run(client))
         batches = await train(controller, buffer, engine, range(6))
