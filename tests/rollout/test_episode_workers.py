@@ -210,8 +210,10 @@ async def test_a_cancelled_episode_ends_in_its_worker_with_its_requests_before_i
     ("number", "how"), [("SIGKILL", "was ended by SIGKILL"), ("SIGSTOP", "gave no sign of life for 2 s and was killed")]
 )
 async def test_the_episodes_of_a_worker_that_is_killed_or_stopped_run_again_and_so_does_it(
-    number: str, how: str, impatient: None, tmp_path: Path, caplog: Any
+    number: str, how: str, restarts_soon: None, request: pytest.FixtureRequest, tmp_path: Path, caplog: Any
 ) -> None:
+    if number == "SIGSTOP":
+        request.getfixturevalue("impatient")
     script = Waits()
     async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
         (episode,) = await run(away, "die", retries=1, signal=number, script=script)
