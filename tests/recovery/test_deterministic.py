@@ -126,7 +126,7 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
 ):
     async with running(model, tmp_path / "whole", monkeypatch) as trainer:
         async for step in trainer:
-            if step.version == 5:  # what a kill at this moment leaves on the disk, but for what threads rename or remove
+            if step.version == 5:  # what a kill now leaves on the disk, but for what threads rename or remove
                 changing = shutil.ignore_patterns(".writing-*", ".deleting-*", "arl-weights-*")
                 shutil.copytree(tmp_path / "whole", tmp_path / "killed", ignore=changing)
     async with running(model, tmp_path / "killed", monkeypatch) as trainer:
