@@ -48,10 +48,8 @@ GRAMMARS = [
     Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": NUMBER})),
 ]
 LONG = Grammar(kind="regex", text="([ab]c){150}")
-# Where an update falls, and so what is said after it, no seed decides. They are hot: a temperature divides the rounding
-# of logits, too.
-TRUNCATED = SamplingParams(max_new_tokens=400, temperature=1.6, top_p=0.9, ignore_eos=True, seed=0)
-CONSTRAINED = SamplingParams(max_new_tokens=500, temperature=1.4, grammar=LONG, seed=0)
+TRUNCATED = SamplingParams(max_new_tokens=400, temperature=0.8, top_p=0.9, ignore_eos=True, seed=0)
+CONSTRAINED = SamplingParams(max_new_tokens=500, temperature=0.7, grammar=LONG, seed=0)
 
 
 def trajectory_of(response: ModelResponse) -> Trajectory:

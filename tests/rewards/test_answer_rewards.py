@@ -84,6 +84,8 @@ async def test_an_answer_that_hangs_its_worker_is_wrong_and_the_next_one_is_scor
         killed = NOTHING_COUNTED | {"killed": 1.0}
         assert await reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": "4"}) == Score(0.0, metrics=killed)
         reward._timeout_s = 20.0  # on a busy machine a worker may take a while over its first answer
+        assert await reward(r"\boxed{4}", {"answer": "4"}) == Score(1.0, metrics=NOTHING_COUNTED)
+        reward._timeout_s = 2.0
         assert await reward("long " * 20_000 + "4", {"answer": "4"}) == Score(1.0, metrics=NOTHING_COUNTED)
         with pytest.raises(RewardError, match=r"no column 'answer' with a reference answer .*'solution'"):
             await reward(r"\boxed{4}", {"solution": "4"})

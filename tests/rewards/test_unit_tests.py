@@ -220,7 +220,7 @@ async def test_no_trick_passes_a_test(bubblewrap: BubblewrapSandbox) -> None:
     assert [trick for trick, failure in failed.items() if failure is None] == []
     assert "gave '[]'" in (failed["looks for the tests"] or ""), failed
     honest = f"def f(x): return {SECRET!r}"
-    assert (await run_unit_tests(bubblewrap, honest, tests, limits=limits, timeout_s=20)).failures == (None,)
+    assert (await run_unit_tests(bubblewrap, honest, tests, limits=limits)).failures == (None,)
 
 
 INTRUSIONS = {

@@ -164,9 +164,7 @@ async def test_a_request_that_waits_for_a_paused_server_times_out_and_casts_no_s
         await engine.resume()
         await server.until(lambda: bool(server.running))
         (attempt,) = engine._pool.servers[0].attempts
-        attempt.sent_at += (
-            20.0  # as if the server had been paused all the while, however late the time limit is noticed
-        )
+        attempt.sent_at += 20.0  # as after so long a pause, however late the time limit is noticed
         server.calls.clear()
         error = await call
         assert isinstance(error, RequestTimeoutError)
