@@ -136,10 +136,12 @@ async def test_one_request_may_be_sent_at_once_and_again_after_a_cancellation(
 ) -> None:
     request = ModelRequest(input_ids=[1, 2], sampling=SamplingParams(max_new_tokens=500, ignore_eos=True))
     async with engine_over(shared_url, takes_frames=takes_frames) as (engine, _), asyncio.TaskGroup() as group:
+        await client.post("/pause_generation", {"mode": "in_place"})  # else they may end before they are seen
         first, second = (group.create_task(engine.agenerate(request)) for _ in range(2))
-        await client.until_running(2)
+        await client.until_waiting(2)
         first.cancel()
         await asyncio.wait([first])
+        await client.post("/continue_generation")
         third = await engine.agenerate(request)
         assert len(third.output_ids) == len((await second).output_ids) == 500
         assert engine.counters()["servers/failed_requests"] == 0
@@ -148,10 +150,12 @@ async def test_one_request_may_be_sent_at_once_and_again_after_a_cancellation(
 async def test_requests_outlive_their_connection(shared_url: str, client: Client) -> None:
     async with engine_over(shared_url) as (engine, there), asyncio.TaskGroup() as group:
         sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+        await client.post("/pause_generation", {"mode": "in_place"})  # else they may end before their connection
         calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=[i], sampling=sampling))) for i in (1, 2)]
-        await client.until_running(2)
+        await client.until_waiting(2)
         connection = connection_of(there)
         await connection._socket.close()
+        await client.post("/continue_generation")
         assert [len((await call).output_ids) for call in calls] == [200, 200]
         assert connection_of(there) is not connection
         assert engine.counters()["servers/failed_requests"] == 2
