@@ -208,8 +208,11 @@ async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
     monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 1)
     play(SERVE)
     async with started_here("m", LocalEngineConfig(), tmp_path) as servers:
+        killed = set[int]()
         for deaths in (1, 2, 3):
-            os.kill(max(pids(notes)), signal.SIGKILL)
+            (pid,) = set(pids(notes)) - killed
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
             await until(lambda deaths=deaths: len(pids(notes)) == 1 + deaths and servers.num_restarts == deaths)
             await until(lambda: all(server._up_since is not None for server in servers._servers))
 
