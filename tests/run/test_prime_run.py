@@ -21,8 +21,8 @@ def has_an_a(answer: str, data: Mapping[str, Any]) -> float:
 async def run(model: Path, run_dir: Path, steps: int) -> list[Any]:
     config = Config.model_validate(
         {
-            "model": str(model), "run_dir": run_dir, "log": {"console": False}, "steps": steps,
-            "rollout": {"batch_size": 8, "group_size": 4, "max_staleness": 1},
+            "model": str(model), "run_dir": run_dir, "log": {"console": False}, "steps": steps, "seed": 2,
+            "rollout": {"batch_size": 8, "group_size": 4, "max_staleness": 0, "seed_requests": True},
             "train": {"optimizer": {"lr": 1e-3}},
             "algorithm": {
                 "preset": "prime", "minibatches": 2, "reward_model": {"lr": 3e-3, "beta": 0.3, "update": "before"}
