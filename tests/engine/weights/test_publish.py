@@ -53,12 +53,18 @@ async def transport(
         transport.close()
 
 
-async def until_running(address: str, count: int) -> None:
+async def hold(address: str) -> None:
+    """Pause the server once it has sampled some more tokens, so that its requests live until the next update."""
+    sampled = list[float]()
     async with aiohttp.ClientSession(address) as session, asyncio.timeout(30):
         while True:
-            async with session.get("/server_info") as answer:
-                if (await answer.json())["internal_states"][0]["num_running_reqs"] >= count:
-                    return
+            async with session.post("/pause_generation", json={"mode": "in_place"}) as answer:
+                iterations = (await answer.json())["work"]["iterations"]
+            sampled.append(sum(decoded + begun for _, _, decoded, _, _, begun, _ in iterations))
+            if sampled[-1] >= sampled[0] + 30:
+                return
+            async with session.post("/continue_generation", json={}):
+                pass
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
         await transport.deliver(updates[0], engine)
         calls = [group.create_task(engine.agenerate(request(600, seed))) for seed in range(3)]
         for update in updates[1:]:
-            await until_running(first.address, 1)
+            await hold(first.address)
             await transport.deliver(update, engine)
     responses: list[ModelResponse] = [call.result() for call in calls]
     assert any(len(set(response.output_versions)) > 2 for response in responses)
