@@ -9,9 +9,7 @@ tokens    trajectory whose tokens are kept: lists with an entry for each of its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import accumulate
-from operator import or_
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -19,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.json import ParseOptions, ReadOptions, read_json
 
-from arl.api import events
-from arl.api.events import SCHEMA, Event, KeptTokens, TokenFrame, short, short_names
+from arl.api.events import DECODER, SCHEMA, Event, KeptTokens, TokenFrame, short, short_names
 from arl.api.types import Trajectory
 
 TableName = Literal["events", "calls", "tokens"]
@@ -93,14 +90,6 @@ def unpacked(stream: bytes) -> pa.RecordBatch:
 
 # Records
 
-KINDS: dict[str, type[Event]] = {
-    name: kind
-    for name, kind in vars(events).items()
-    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
-}
-"""Every kind of record, by name."""
-_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, KINDS.values()))
-
 
 def records_batch(table: Literal["events", "calls"], lines: Sequence[bytes]) -> pa.RecordBatch:
     """lines: records as JSON."""
@@ -118,13 +107,13 @@ def records_in(batch: pa.RecordBatch) -> tuple[list[Event], list[str]]:
     """The records, and why others are left out: those of kinds that a newer arl added, for instance."""
     lines = batch.column("record").to_pylist()
     try:
-        return _DECODER.decode_lines("\n".join(lines)), []
+        return DECODER.decode_lines("\n".join(lines)), []
     except msgspec.MsgspecError:
         pass
     records, flaws = list[Event](), list[str]()
     for line in lines:
         try:
-            records.append(_DECODER.decode(line))
+            records.append(DECODER.decode(line))
         except msgspec.MsgspecError as error:
             flaws.append(str(error))
     return records, flaws
@@ -153,6 +142,9 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     is_truncated: bool = False
     images: list[tuple[str, int, int, int, int]] = []
     """(digest, width, height, start, stop) of each: its file in the run's ImageStore, and its placeholders."""
+
+
+msgspec.json.Decoder(TokenRow)  # threads may read it at once: see events.DECODER
 
 
 def token_row(batch: pa.RecordBatch, place: int) -> tuple[TokenRow, dict[str, np.ndarray]]:

@@ -21,11 +21,11 @@ from random_groups import random_groups
 from records import trajectory
 
 from arl.api import events
-from arl.api.events import Event, KeptTokens, Lost, Warned
+from arl.api.events import KINDS, Event, KeptTokens, Lost, Warned
 from arl.api.settings.run import EventsConfig
 from arl.observe.events import files as log_files
 from arl.observe.events import writer
-from arl.observe.events.batches import KINDS, frames_of
+from arl.observe.events.batches import frames_of
 from arl.observe.events.files import SegmentFiles, segments
 from arl.observe.events.run_record import RunRecord, read_run
 from arl.observe.events.writer import EventLog
@@ -74,6 +74,23 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path, kind: type[Event]):
     with EventLog(tmp_path, EventsConfig()).open() as log:
         log.emit(record)
     assert record in records_of(tmp_path)
+
+
+UNREADABLE_ANNOTATIONS = """
+import msgspec
+from arl.api.events import KINDS
+from arl.observe.events.batches import TokenRow
+
+for kind in [*KINDS.values(), TokenRow]:
+    kind.__annotations__ = dict.fromkeys(kind.__annotations__, "Unknown")
+for kind in [*KINDS.values(), TokenRow]:
+    msgspec.json.Decoder(kind)
+"""
+
+
+def test_what_threads_decode_is_prepared_while_its_module_is_imported():
+    """msgspec 0.22 crashes if two threads decode a type for the first time at once, when it reads annotations."""
+    subprocess.run([sys.executable, "-c", UNREADABLE_ANNOTATIONS], check=True)
 
 
 @pytest.mark.parametrize("name", KINDS)
