@@ -33,7 +33,8 @@ async def test_arls_client_publishes_adapters_beside_requests_that_end_under_the
     written = write_adapters(tmp_path, served)
     references = {name: Reference(tmp_path / f"merged-{name}") for name in ("one", "two")}
     run = uuid.uuid4().hex[:8]
-    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    # All are to run until the last has begun; stock servers take longer over a token.
+    sampling = SamplingParams(max_new_tokens=1600 if server.kind == "embedded" else 400, ignore_eos=True)
     names = ("one", "two", "one", "two")
     async with RemoteInferenceEngine([server.url], server.config()) as engine:
         calls: list[asyncio.Task[Any]] = []

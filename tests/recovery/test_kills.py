@@ -1,6 +1,7 @@
 """kill -9 at any moment, and the same command again: no example is trained twice, none is lost."""
 
 import json
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +38,11 @@ class Lives:
 
     def end(self) -> int:
         """Wait for its end; returns its exit code, -9 where it was killed."""
-        code = self._life.code.result(timeout=60)
+        try:
+            code = self._life.code.result(timeout=60)
+        except TimeoutError:
+            os.kill(self._life.pid, signal.SIGABRT)  # it writes where it is
+            code = self._life.code.result(timeout=60)
         assert code in (0, -signal.SIGKILL), f"it ended with {code}:\n{self._log.read_text()}"
         return code
 
@@ -96,6 +101,7 @@ def check_logs(run_dir: Path, seen: list[list[int]]) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.timeout(600)
 def test_killed_before_each_operation_on_a_file(lives: Lives):
     """From the first of a start, over two checkpoints that are written and the older ones that are deleted."""
     versions = [0]
