@@ -21,8 +21,16 @@ SHARED = PrefixOrder(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 2e-4)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (2.0, False), (None, True)])
 def test_outputs_and_gradients_are_those_of_a_cpu(
-    order: PrefixOrder, dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, window: int | None
+    order: PrefixOrder,
+    dtype: torch.dtype,
+    tolerance: float,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
 ):
     plan = RowPlan.of(order)
     generator = torch.Generator().manual_seed(0)
@@ -30,17 +38,19 @@ def test_outputs_and_gradients_are_those_of_a_cpu(
     rows = [torch.randn(1, plan.num_tokens, n, HEAD_SIZE, generator=generator).to(dtype) for n in sizes]
     weights = torch.randn(1, plan.num_tokens, heads, HEAD_SIZE, generator=generator).to(dtype)
 
+    if with_sinks:
+        rows.append(torch.randn(heads, generator=generator).to(dtype))
+
     exact = [x.double().requires_grad_() for x in rows]
-    query, key, value = (x.transpose(1, 2) for x in exact)
-    theirs = masked_attention(query, key, value, plan, SCALING, window)
+    query, key, value = (x.transpose(1, 2) for x in exact[:3])
+    theirs = masked_attention(query, key, value, plan, SCALING, window, softcap, exact[3] if with_sinks else None)
     theirs.backward(weights.double())
 
     ours = [x.cuda().requires_grad_() for x in rows]
-    query, key, value = (x.transpose(1, 2) for x in ours)
+    query, key, value = (x.transpose(1, 2) for x in ours[:3])
+    changes = {"sliding_window": window, "softcap": softcap, "s_aux": ours[3] if with_sinks else None}
     layout = PackedLayout(plan, torch.device("cuda"))
-    output, _ = packed_attention(
-        nn.Module(), query, key, value, None, packed_layout=layout, scaling=SCALING, sliding_window=window
-    )
+    output, _ = packed_attention(nn.Module(), query, key, value, None, packed_layout=layout, scaling=SCALING, **changes)
     output.backward(weights.cuda())
 
     for mine, twin in zip((output, *(x.grad for x in ours)), (theirs, *(x.grad for x in exact)), strict=True):

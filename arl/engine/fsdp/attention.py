@@ -5,8 +5,11 @@ In a microbatch's row [1, T], tokens that sequences share lie once, so a token s
 registered with transformers: models run unchanged. It calls one of
 
     block_attention     CPU: tiles and rectangles of the row, whose softmaxes are merged
-    masked_attention    CPU: pieces of a stretch under a mask, for sliding windows and unequal head sizes
+    masked_attention    CPU: pieces of a stretch under a mask, for sliding windows, unequal head sizes and soft-capping
     flex_attention      GPU: one kernel under the tree's block mask, in any dtype
+
+Two things change a softmax. Soft-capping bounds its scores: cap * tanh(scaling * q k / cap). A sink is a key of no
+value whose score is a number that each head learns: it takes a share of the probability.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ _MIN_FLEX_HEAD_SIZE = 16
 """Triton multiplies no smaller matrices; smaller heads get masked_attention on GPUs too."""
 _PIECE = 512
 """Queries that masked_attention computes at once."""
+_MOST_SCORES = 2**24
+"""Numbers in the largest matrix of scores that it holds where torch's kernel cannot serve."""
 _FLEX_BLOCK = 128
 """Tokens in a block of flex attention's mask."""
 _MOST_KERNELS = 64
@@ -66,7 +71,7 @@ class PackedLayout:
         return cls(RowPlan.of(PrefixOrder.unshared(lengths)), device)
 
 
-def packed_attention(
+def packed_attention(  # noqa: PLR0913 (transformers' arguments)
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -76,40 +81,60 @@ def packed_attention(
     packed_layout: PackedLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
-    windows_seen: a list that collects each layer's sliding window. Raises ModelError for soft-capping, sinks and
-    position biases, which no kernel here computes.
+    s_aux: float[H], the score of each head's sink. windows_seen: a list that collects each layer's sliding window.
+    Raises ModelError for position biases, which no kernel here computes.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses {name} in its attention, which arl cannot compute yet")
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(f"{type(module).__name__} adds a position_bias in its attention, which no packed row can have")
     if isinstance(windows_seen := kwargs.get("windows_seen"), list):
         windows_seen.append(sliding_window)
     if sliding_window is not None and sliding_window >= packed_layout.max_keys:
         sliding_window = None
-    sizes = query.shape[-1], value.shape[-1]
+    # Once here: the gradients of all queries are summed in this dtype.
+    sinks = None if s_aux is None else s_aux.to(_at_least_float32(query))
+    sizes, plan = (query.shape[-1], value.shape[-1]), packed_layout.plan
     if query.is_cuda and min(sizes) >= _MIN_FLEX_HEAD_SIZE:
-        return flex_attention(query, key, value, packed_layout, scaling, sliding_window), None
-    if query.is_cuda or sliding_window is not None or sizes[0] != sizes[1]:
-        return masked_attention(query, key, value, packed_layout.plan, scaling, sliding_window), None
-    return block_attention(query, key, value, packed_layout.blocks, scaling), None
+        return flex_attention(query, key, value, packed_layout, scaling, sliding_window, softcap, sinks), None
+    if query.is_cuda or sliding_window is not None or sizes[0] != sizes[1] or softcap is not None:
+        return masked_attention(query, key, value, plan, scaling, sliding_window, softcap, sinks), None
+    return block_attention(query, key, value, packed_layout.blocks, scaling, sinks), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _with_sinks(output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The output [1, H, T, D] of a softmax with normalisers exp(l), l [1, H, T], once exp(sink) is added to them."""
+    return (output * (logsumexp - sinks[:, None]).sigmoid()[..., None]).to(output.dtype)
 
 
 # On a CPU
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: Sequence[Block],
+    scaling: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [1, H, T, D], key, value [1, H_kv, T, D] -> [1, T, H, D]. Tiles come first, with each query in one."""
+    """query [1, H, T, D], key, value [1, H_kv, T, D], sinks [H] in float32 at least -> [1, T, H, D].
+
+    Tiles come first, with each query in one.
+    """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
-    output = _BlockAttention.apply(query, key, value, blocks, scaling)
+    output = _BlockAttention.apply(query, key, value, blocks, scaling, sinks)
     return output.transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -121,7 +146,9 @@ class _BlockAttention(torch.autograd.Function):
 
         l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i
 
-    A block's backward pass needs o and l alone, as its probabilities are exp(q k - l).
+    A sink s is one more block, of output 0 and l_i = s. A block's backward pass needs o and l alone, as its
+    probabilities are exp(q k - l). As do/ds = -exp(s - l) o, the sink's gradient is -sum exp(s - l) (grad o) over all
+    queries.
     """
 
     @staticmethod
@@ -132,8 +159,9 @@ class _BlockAttention(torch.autograd.Function):
         value: torch.Tensor,
         blocks: Sequence[Block],
         scaling: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        total = _like_transposed(query, torch.promote_types(query.dtype, torch.float32))
+        total = _like_transposed(query, _at_least_float32(query))
         log_total = torch.empty(query.shape[:-1], dtype=total.dtype)
         for block in blocks:
             k, v, mask = _of(key, block.keys), _of(value, block.keys), _mask(block, query)
@@ -149,16 +177,20 @@ class _BlockAttention(torch.autograd.Function):
                 own.mul_((log_own - both).exp_()[..., None])
                 own.addcmul_(output.to(own.dtype), (logsumexp - both).exp_()[..., None])
                 log_own.copy_(both)
+        if sinks is not None:
+            both = torch.logaddexp(log_total, sinks[:, None])
+            total.mul_((log_total - both).exp_()[..., None])
+            log_total = both
         output = total.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, log_total)
+        ctx.save_for_backward(query, key, value, output, log_total, sinks)
         ctx.blocks, ctx.scaling = blocks, scaling
         return output
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        query, key, value, output, log_total = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, torch.Tensor | None]:
+        query, key, value, output, log_total, sinks = ctx.saved_tensors
         sums = [_like_transposed(x, log_total.dtype).zero_() for x in (query, key, value)]
         for block in ctx.blocks:
             grads = _flash_backward(
@@ -176,7 +208,11 @@ class _BlockAttention(torch.autograd.Function):
             for total, part, run in zip(sums, grads, (block.queries, block.keys, block.keys), strict=True):
                 _of(total, run).add_(part)
         grad_query, grad_key, grad_value = (total.to(query.dtype) for total in sums)
-        return grad_query, grad_key, grad_value, None, None
+        grad_sinks = None
+        if sinks is not None:
+            moved = torch.linalg.vecdot(grad_output.to(sinks.dtype), output.to(sinks.dtype))
+            grad_sinks = (sinks[:, None] - log_total).exp_().mul_(moved).sum((0, 2)).neg_()
+        return grad_query, grad_key, grad_value, None, None, grad_sinks
 
 
 def _mask(block: Block, query: torch.Tensor) -> torch.Tensor | None:
@@ -205,37 +241,52 @@ def masked_attention(
     plan: RowPlan,
     scaling: float | None,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As block_attention, but a query sees only the last `sliding_window` tokens up to itself.
+    """As block_attention, but a query sees only the last `sliding_window` tokens up to itself, by soft-capped scores.
 
     The memory of each piece is freed after it, and backward passes compute it again. Together the pieces would need a
     multiple of the row: in an episode that branches at every turn, each stretch sees everything before it.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    is_plain = softcap is None and sinks is None
 
     def piece(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stretch: StepRange, start: int
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stretch: StepRange, start: int, stop: int
     ) -> torch.Tensor:
-        """The outputs of the stretch's tokens from `start`, counted from its first, for the keys that they see."""
-        stop, before = min(start + _PIECE, stretch.num_tokens), stretch.depth
+        """The outputs of the stretch's tokens start to stop, counted from its first, for the keys that they see."""
+        before = stretch.depth
         first = 0 if sliding_window is None else max(0, before + start - sliding_window + 1)
         own = torch.arange(stretch.start, stretch.start + stop)
         seen = torch.cat([plan.context(stretch), own])[first:].to(query.device)
         distance = torch.arange(before + start, before + stop)[:, None] - torch.arange(first, before + stop)
         mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-        return F.scaled_dot_product_attention(
-            query[:, :, stretch.start + start : stretch.start + stop],
-            key[:, :, seen],
-            value[:, :, seen],
-            attn_mask=mask.to(query.device),
-            scale=scaling,
-        )
+        mask = mask.to(query.device)
+        query = query[:, :, stretch.start + start : stretch.start + stop]
+        key, value = key[:, :, seen], value[:, :, seen]
+        if is_plain:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        wide = _at_least_float32(query)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = (query.to(wide) * scale) @ key.to(wide).transpose(2, 3)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        output = scores.softmax(-1) @ value.to(wide)
+        if sinks is not None:
+            output = _with_sinks(output, scores.logsumexp(-1), sinks)
+        return output.to(query.dtype)
 
-    outputs = [
-        checkpoint(piece, query, key, value, stretch, start, use_reentrant=False, preserve_rng_state=False)
-        for stretch in plan.stretches
-        for start in range(0, stretch.num_tokens, _PIECE)
-    ]
+    outputs: list[Any] = []
+    for stretch in plan.stretches:
+        size, most_keys = _PIECE, stretch.depth + stretch.num_tokens
+        if not is_plain:
+            most_keys = most_keys if sliding_window is None else min(most_keys, sliding_window + _PIECE)
+            size = min(_PIECE, max(16, _MOST_SCORES // (query.shape[1] * most_keys)))
+        for start in range(0, stretch.num_tokens, size):
+            own = query, key, value, stretch, start, min(start + size, stretch.num_tokens)
+            outputs.append(checkpoint(piece, *own, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -249,10 +300,20 @@ def flex_attention(
     layout: PackedLayout,
     scaling: float | None,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. Shared keys are read in place."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     if sliding_window not in layout.block_masks:
         layout.block_masks[sliding_window] = block_mask(layout, sliding_window)
+    more: dict[str, Any] = {}
+    if softcap is not None:
+        cap = torch.full((), softcap, dtype=_at_least_float32(query), device=query.device)  # as with windows
+        more["score_mod"] = lambda score, batch, head, q, k: cap * torch.tanh(score / cap)
+    if sinks is not None:
+        more["return_aux"] = AuxRequest(lse=True)
     output = _flex(query.is_cuda)(
         query,
         key,
@@ -262,7 +323,10 @@ def flex_attention(
         enable_gqa=query.shape[1] != key.shape[1],
         # Else short rows would compile torch's kernel for decoding, which is made for other masks.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        **more,
     )
+    if sinks is not None:
+        output = _with_sinks(output[0], output[1].lse, sinks)
     return output.transpose(1, 2)
 
 

@@ -20,7 +20,7 @@ from train_sequences import (
     family_sequences,
     random_sequences,
 )
-from transformers import MistralForCausalLM, Qwen3ForCausalLM
+from transformers import Gemma2ForCausalLM, GptOssForCausalLM, MistralForCausalLM, Qwen3ForCausalLM
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
@@ -47,8 +47,13 @@ WINDOW = 5
         (Qwen3ForCausalLM, {"tied": True}),
         (Qwen3ForCausalLM, {"tied": False}),
         (MistralForCausalLM, {"sliding_window": WINDOW}),
+        (GptOssForCausalLM, {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        (
+            Gemma2ForCausalLM,
+            {"sliding_window": WINDOW, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None},
+        ),
     ],
-    ids=["tied", "untied", "window"],
+    ids=["tied", "untied", "window", "sinks", "soft-capped"],
 )
 def test_a_row_gives_what_the_model_by_itself_gives_its_sequences_one_at_a_time(
     tmp_path: Path, model_class: type[Any], config: dict[str, Any], share_prefixes: bool
@@ -150,46 +155,74 @@ def random_heads(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return query, key, value
 
 
-def twin_attention(layout: PackedLayout, window: int | None, *qkv: torch.Tensor) -> torch.Tensor:
-    """Scores, mask, softmax, in full: [1, T, H, D]."""
+def random_sinks(dtype: torch.dtype) -> torch.Tensor:
+    """float[4], in scores' range."""
+    return torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=dtype, requires_grad=True)
+
+
+def twin_attention(
+    layout: PackedLayout,
+    window: int | None,
+    *qkv: torch.Tensor,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores, mask, sinks as one more column, softmax, in full: [1, T, H, D]."""
     query, key, value = qkv
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    scores = (0.3 * query @ key.transpose(2, 3)).masked_fill(~seen(layout, window), float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = 0.3 * query @ key.transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen(layout, window), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, scores.shape[2], 1)], dim=3)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-def assert_equal_with_gradients(ours: torch.Tensor, theirs: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> None:
+def assert_equal_with_gradients(
+    ours: torch.Tensor, theirs: torch.Tensor, leaves: tuple[torch.Tensor | None, ...]
+) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view(ours.shape)
-    gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (ours, theirs)]
+    given = [leaf for leaf in leaves if leaf is not None]
+    gradients = [torch.autograd.grad((x * weights).sum(), given) for x in (ours, theirs)]
     for mine, twin in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, twin, rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=80, deadline=None)
-@given(layouts, st.sampled_from([1, 12, 256]))
-def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout, tile: int):
+@given(layouts, st.sampled_from([1, 12, 256]), st.booleans())
+def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout, tile: int, with_sinks: bool):
     """tile 1: every stretch for itself, causally."""
     qkv = random_heads(len(layout.positions), torch.float64)
+    sinks = random_sinks(torch.float64) if with_sinks else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("arl.algorithm.prefix_tree._TILE", tile)
-        ours = block_attention(*qkv, layout.plan.blocks(), 0.3)
-    assert_equal_with_gradients(ours, twin_attention(layout, None, *qkv), qkv)
+        ours = block_attention(*qkv, layout.plan.blocks(), 0.3, sinks)
+    assert_equal_with_gradients(ours, twin_attention(layout, None, *qkv, sinks=sinks), (*qkv, sinks))
 
 
-@settings(max_examples=40, deadline=None)
-@given(layouts, st.sampled_from([None, 1, 3, 6]))
-def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, window: int | None):
+@settings(max_examples=80, deadline=None)
+@given(layouts, st.sampled_from([None, 1, 3, 6]), st.sampled_from([None, 0.4]), st.booleans())
+def test_masked_stretches_see_the_prefix_and_the_window(
+    layout: PackedLayout, window: int | None, softcap: float | None, with_sinks: bool
+):
     qkv = random_heads(len(layout.positions), torch.float64)
-    ours = masked_attention(*qkv, layout.plan, 0.3, window)
-    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+    sinks = random_sinks(torch.float64) if with_sinks else None
+    ours = masked_attention(*qkv, layout.plan, 0.3, window, softcap, sinks)
+    theirs = twin_attention(layout, window, *qkv, softcap=softcap, sinks=sinks)
+    assert_equal_with_gradients(ours, theirs, (*qkv, sinks))
 
 
+@pytest.mark.parametrize("softcap", [None, 0.4])
 @pytest.mark.parametrize("window", [None, 20])
 def test_masked_attention_needs_memory_for_the_row_and_not_for_what_each_branch_sees(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.fsdp.attention._PIECE", 16)
+    if softcap is None:
+        monkeypatch.setattr("arl.engine.fsdp.attention._PIECE", 16)
+    else:
+        monkeypatch.setattr("arl.engine.fsdp.attention._MOST_SCORES", 0)
     turns = 60
     said = [[3 * turn] * 9 for turn in range(turns)]
     paths = [[t for words in said[: turn + 1] for t in words] + [1] * (10 + turn % 3) for turn in range(turns)]
@@ -202,22 +235,30 @@ def test_masked_attention_needs_memory_for_the_row_and_not_for_what_each_branch_
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), Memory() as memory:
-        ours = masked_attention(*qkv, layout.plan, 0.3, window)
-    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+        ours = masked_attention(*qkv, layout.plan, 0.3, window, softcap)
+    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv, softcap=softcap), qkv)
     assert sum(saved.values()) <= 4 * qkv[0].nbytes
     assert memory.largest <= 8 * max(4 * num_tokens * 8, 16 * num_tokens)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (0.4, False), (None, True), (0.4, True)])
 @pytest.mark.parametrize("window", [None, 40])
-def test_flex_attention_is_masked_by_the_tree_with_blocks_for_all_that_is_seen(window: int | None):
+def test_flex_attention_is_masked_by_the_tree_with_blocks_for_all_that_is_seen(
+    window: int | None, softcap: float | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+):
     """A row of 800 tokens: two prompts, branches within branches, and a sequence for itself."""
+    # Compiled, torch's kernel for CPUs has no gradients; uncompiled it has the GPU's.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *qkv: None)
     lengths, shared = torch.tensor([300, 250, 280, 90, 200, 150]), torch.tensor([0, 200, 240, 0, 60, 140])
     plan = RowPlan.of(PrefixOrder(indices=torch.arange(6), lengths=lengths, shared=shared))
     layout = PackedLayout(plan, CPU)
-    query, key, value = (x.detach() for x in random_heads(plan.num_tokens, torch.float32))
-    ours = flex_attention(query, key, value, layout, 0.3, window)
-    torch.testing.assert_close(ours, twin_attention(layout, window, query, key, value), rtol=1e-5, atol=1e-5)
+    query, key, value = (x.detach().requires_grad_() for x in random_heads(plan.num_tokens, torch.float64))
+    qkv = query, key, value
+    sinks = random_sinks(torch.float64) if with_sinks else None
+    ours = flex_attention(*qkv, layout, 0.3, window, softcap, sinks)
+    theirs = twin_attention(layout, window, *qkv, softcap=softcap, sinks=sinks)
+    assert_equal_with_gradients(ours, theirs, (*qkv, sinks))
 
     # Without a compiler torch looks at the mask alone, not at its blocks.
     blocks, padding = block_mask(layout, window), -plan.num_tokens % 128

@@ -226,9 +226,9 @@ def test_every_sharded_layer_reads_the_rows_own_layout(make_engine: MakeEngine, 
     """A copy for each layer would be searched for tensors at each layer, and forget flex attention's masks."""
     seen: list[Sequence[Block]] = []
 
-    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float):
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], *rest: Any):
         seen.append(blocks)
-        return block_attention(query, key, value, blocks, scaling)
+        return block_attention(query, key, value, blocks, *rest)
 
     engine = make_engine(dtype="bfloat16")
     assert isinstance(engine._policy, FSDPModule)
