@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import register_dataclass
+from torch.utils._pytree import register_dataclass, tree_leaves
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from arl.api.errors import ModelError
 from arl.api.sampling_mask import KeptIds
 from arl.api.train_engine import Head, TokenOutputs
 from arl.engine.fsdp.attention import PackedLayout
@@ -32,6 +35,17 @@ LOGPROB_CHUNK_SIZE = 1024
 """For how many tokens the logits, [tokens, vocabulary], are held at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsForm:
+    """What a model makes of z = hidden W^T + bias, for numbers that its config has.
+
+    logits = scale * z, or soft-capped cap * tanh(scale * z / cap)
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
 class TokenModel(nn.Module):
     """A model that computes the outputs of its head for a microbatch's trained tokens.
 
@@ -40,10 +54,12 @@ class TokenModel(nn.Module):
     `forward` itself uses the head's weights, so that sharding this module as the root gathers them when needed.
     """
 
-    def __init__(self, model: PreTrainedModel, head: Head = "policy") -> None:
+    def __init__(self, model: PreTrainedModel, head: Head = "policy", form: LogitsForm = LogitsForm()) -> None:
+        """form: of the language-model head, as `logits_form` finds it; plain by default."""
         super().__init__()
         self.model = model
         self.head: Head = head
+        self.form = form
 
     def forward(self, batch: Microbatch) -> TokenOutputs:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
@@ -56,7 +72,8 @@ class TokenModel(nn.Module):
             nothing = torch.zeros_like(values, requires_grad=False)
             return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
         of_tokens = batch.targets, batch.temperatures, LOGPROB_CHUNK_SIZE, batch.kept_ids
-        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), *of_tokens)
+        of_head = head_bias(self.model), self.form
+        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), *of_tokens, *of_head)
         return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))
 
 
@@ -89,9 +106,65 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
     return cast("nn.Linear", model.get_output_embeddings()).weight
 
 
+def head_bias(model: PreTrainedModel) -> torch.Tensor | None:
+    """The language-model head's bias [V], where it has one."""
+    return getattr(model.get_output_embeddings(), "bias", None)
+
+
 def score_weight(model: PreTrainedModel) -> torch.Tensor:
     """The weight [1, H] of a sequence-classification model's head."""
     return cast("nn.Linear", model.score).weight
+
+
+class _States(MoeModelOutputWithPast):
+    """A decoder's output, whose other parts are None by any name."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@torch.no_grad()
+def logits_form(model: PreTrainedModel) -> LogitsForm:
+    """How the model makes logits of its decoder's hidden states, found from its own outputs.
+
+    Its decoder is bypassed: the model's forward gets random states of known z, whose sizes are powers of 4. Huge ones
+    show the cap, as tanh becomes 1, and then those within the cap the scale. A number that the config has, or its
+    inverse, is taken exactly. The model: in float32, on one device, not sharded. Raises ModelError for other logits.
+    """
+    weight, bias, decoder = head_weight(model).detach(), head_bias(model), model.get_decoder()
+    sizes = 4.0 ** torch.arange(-3, 13, device=weight.device)[:, None]
+    states = torch.randn(len(sizes), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
+    states *= sizes / (states @ weight.T).abs().amax(dim=1, keepdim=True)
+    decoder.forward = lambda *args, **kwargs: _States(last_hidden_state=cast("Any", states[None]))
+    try:
+        input_ids = torch.zeros(1, len(sizes), dtype=torch.int64, device=weight.device)
+        logits = model(input_ids=input_ids, use_cache=False).logits[0].double()
+    finally:
+        del decoder.forward  # the class has its own
+    z = nn.functional.linear(states, weight, bias).double()
+    refusal = f"{type(model).__name__} makes logits that are no scaled and soft-capped outputs of its head"
+    if logits.shape != z.shape:
+        raise ModelError(refusal)
+    known = [1.0, *(x for x in tree_leaves(model.config.to_dict()) if isinstance(x, int | float) and 0 < x < torch.inf)]
+
+    def exact(number: float) -> float:
+        either = (float(x) for value in known for x in (value, 1 / value))
+        return next((x for x in either if abs(number - x) <= 1e-6 * x), number)
+
+    *_, before, largest = logits.abs().amax(dim=1).tolist()
+    cap = exact(largest) if largest < 2 * before else None
+    bound = 0.7 * cap if cap else before  # where tanh can be inverted precisely
+    row = (logits.abs().median(dim=1).values < bound).sum() - 1
+    if row >= 0:
+        within = logits[row].abs() < bound
+        found, own = logits[row][within], z[row][within]
+        found = found if cap is None else cap * torch.atanh(found / cap)
+        scale = exact((torch.dot(found, own) / torch.dot(own, own)).item())
+        expected = scale * z if cap is None else cap * torch.tanh(scale * z / cap)
+        reach = (scale * z).abs().amax(dim=1, keepdim=True)
+        if ((logits - expected).abs() <= 1e-5 * reach)[reach[:, 0] < (10 * cap if cap else torch.inf)].all():
+            return LogitsForm(scale=scale, cap=cap)
+    raise ModelError(refusal)
 
 
 # Log-probabilities
@@ -107,12 +180,15 @@ def token_logprobs(
     temperatures: torch.Tensor,
     chunk_size: int,
     kept_ids: KeptIds | None = None,
+    bias: torch.Tensor | None = None,
+    form: LogitsForm = LogitsForm(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob of each target, entropy of each distribution), float32[M] in nats, both differentiable.
 
-    hidden [M, H] and weight [V, H] (the language-model head) in the compute dtype; targets int64[M];
+    hidden [M, H], weight [V, H] and bias [V] (the language-model head) in the compute dtype; targets int64[M];
     temperatures float32[M]: the divisor of each row's logits; kept_ids [M]: the set K of ids that each distribution is
-    over, None for the whole vocabulary. With l = hidden W^T / temperature, and sums over v in K:
+    over, None for the whole vocabulary. With l = logits / temperature, logits as LogitsForm has them, and sums over v
+    in K:
 
         logprob = l[target] - logsumexp(l)        entropy = logsumexp(l) - sum_v softmax(l)_v l_v
 
@@ -121,23 +197,27 @@ def token_logprobs(
     """
     if kept_ids is not None and len(kept_ids.ids) and (last := int(kept_ids.ids.max())) >= len(weight):
         raise ValueError(f"kept_ids names token id {last}, but the model has {len(weight)} tokens")
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk_size, kept_ids)  # pyright: ignore[reportReturnType]
+    of_tokens = targets, temperatures, chunk_size, kept_ids
+    return _ChunkedLogprobs.apply(hidden, weight, bias, form, *of_tokens)  # pyright: ignore[reportReturnType]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """With p = softmax(l), g and e the gradients of logprob and entropy H (the gradient of H is -p (log p + H)):
 
-    dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dl W / temperature,   dW = (dl / temperature)^T hidden
+    dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dz W,   dW = dz^T hidden,   dbias = sum dz
+    dz = scale / temperature * dl, by soft-capping times 1 - tanh^2 = 1 - (temperature * l / cap)^2
 
     Beside the products, reading and writing logits costs most. So a row's numbers are combined first, and logits
     change in place.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (autograd takes them one by one)
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        form: LogitsForm,
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         chunk_size: int,
@@ -148,7 +228,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normaliser = torch.empty_like(logprob)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _logits(hidden[rows], weight, temperatures[rows], kept_ids and kept_ids.take(rows))
+            logits = _logits(hidden[rows], weight, bias, form, temperatures[rows], kept_ids and kept_ids.take(rows))
             peak = logits.amax(dim=-1)
             relative = logits.sub_(peak[:, None])
             unnormalised = relative.exp()
@@ -156,49 +236,73 @@ class _ChunkedLogprobs(torch.autograd.Function):
             normaliser[rows] = peak + total.log()
             logprob[rows] = relative.gather(-1, targets[rows, None])[:, 0] - total.log()
             entropy[rows] = total.log() - torch.linalg.vecdot(unnormalised, relative) / total
-        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
-        ctx.chunk_size, ctx.kept_ids = chunk_size, kept_ids
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normaliser, entropy)
+        ctx.form, ctx.chunk_size, ctx.kept_ids = form, chunk_size, kept_ids
         ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         if grad_logprob is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
-        g = grad_logprob / temperatures if grad_logprob is not None else torch.zeros_like(temperatures)
+            return (None,) * 8
+        hidden, weight, bias, targets, temperatures, normaliser, entropy = ctx.saved_tensors
+        form: LogitsForm = ctx.form
+        divisors = temperatures / form.scale
+        g = grad_logprob / divisors if grad_logprob is not None else torch.zeros_like(divisors)
         grad_hidden = torch.empty_like(hidden)
-        is_trained = ctx.needs_input_grad[1]  # not beside adapters, whose model is frozen
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
+        # Not beside adapters, whose model is frozen.
+        grad_weight, grad_bias = (
+            torch.zeros(x.shape, dtype=torch.float32, device=x.device) if is_trained else None
+            for x, is_trained in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             kept_ids = ctx.kept_ids and ctx.kept_ids.take(rows)
-            logp = _logits(hidden[rows], weight, temperatures[rows], kept_ids).sub_(normaliser[rows, None])
+            logits = _logits(hidden[rows], weight, bias, form, temperatures[rows], kept_ids)
+            slope = None
+            if form.cap is not None:  # an excluded id's is 0 too
+                slope = logits.mul((temperatures[rows] / form.cap)[:, None]).square_().neg_().add_(1).clamp_(min=0)
+            logp = logits.sub_(normaliser[rows, None])
             if grad_entropy is None:
                 grad_logits = logp.exp_().mul_(-g[rows, None])
             else:
-                e = grad_entropy[rows] / temperatures[rows]
+                e = grad_entropy[rows] / divisors[rows]
                 p = logp.exp()
                 grad_logits = logp.mul_(-e[:, None]).sub_((e * entropy[rows] + g[rows])[:, None]).mul_(p)
             grad_logits.scatter_add_(-1, targets[rows, None], g[rows, None])
+            if slope is not None:
+                grad_logits.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        of_head = (None if x is None else x.to(weight.dtype) for x in (grad_weight, grad_bias))
+        return grad_hidden, *of_head, None, None, None, None, None
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor, kept_ids: KeptIds | None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: LogitsForm,
+    temperatures: torch.Tensor,
+    kept_ids: KeptIds | None,
 ) -> torch.Tensor:
     """float32. On a GPU the product is not rounded to half precision first; on a CPU torch cannot avoid that."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
         logits = hidden @ weight.T
-    logits = torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
+    if bias is not None:
+        logits = logits.float().add_(bias)
+    if form.cap is not None:
+        logits = logits.float().mul_(form.scale / form.cap).tanh_()
+    divisors = temperatures / (form.cap or form.scale)
+    logits = torch.div(logits, divisors[:, None], out=logits if logits.dtype == torch.float32 else None)
     if kept_ids is not None:
         _exclude(logits, kept_ids)
     return logits

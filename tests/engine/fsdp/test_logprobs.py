@@ -1,11 +1,13 @@
 """Chunked log-probabilities equal a full log-softmax, also over some ids alone, in a chunk's memory; so do those of the
 reference."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import tiny_family
 from train_models import MakeEngine, Memory, load_twin, write_model
 from train_sequences import (
     LOSS,
@@ -18,17 +20,26 @@ from train_sequences import (
 )
 from train_variants import weights_of
 
-from arl.api.errors import CheckpointError, ConfigError
+from arl.api.errors import CheckpointError, ConfigError, ModelError
 from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp import policy as policy_models
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
-from arl.engine.fsdp.policy import TokenModel, token_logprobs, transformer_layers
+from arl.engine.fsdp.policy import (
+    LogitsForm,
+    TokenModel,
+    head_bias,
+    head_weight,
+    logits_form,
+    token_logprobs,
+    transformer_layers,
+)
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 M, H, V = 37, 8, 50
 FLOAT = 4
+FORMS = [LogitsForm(), LogitsForm(scale=0.3), LogitsForm(cap=3.0), LogitsForm(scale=1.7, cap=5.0)]
 
 
 # Numbers
@@ -45,13 +56,20 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def full(kept_ids: KeptIds | None, hidden, weight, targets, temperatures) -> tuple[torch.Tensor, torch.Tensor]:
+def full(
+    kept_ids: KeptIds | None, form: LogitsForm, hidden, weight, targets, temperatures, bias=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One row after another, over the logits of its kept ids and no others, in float64."""
     rows: list[torch.Tensor] = []
     masks = torch.ones(M, V, dtype=torch.bool) if kept_ids is None else torch.from_numpy(kept_ids.mask(V))
     for row, kept in enumerate(masks):
         ids = kept.nonzero()[:, 0]
-        logp = torch.log_softmax(weight.double()[ids] @ hidden.double()[row] / temperatures.double()[row], dim=0)
+        logits = form.scale * (
+            weight.double()[ids] @ hidden.double()[row] + (0 if bias is None else bias.double()[ids])
+        )
+        if form.cap is not None:
+            logits = form.cap * torch.tanh(logits / form.cap)
+        logp = torch.log_softmax(logits / temperatures.double()[row], dim=0)
         rows.append(torch.stack([logp[ids == targets[row]].sum(), -(logp.exp() * logp).sum()]))
     logprobs, entropies = torch.stack(rows).T
     return logprobs, entropies
@@ -60,16 +78,27 @@ def full(kept_ids: KeptIds | None, hidden, weight, targets, temperatures) -> tup
 @pytest.mark.parametrize("chunk_size", [1, 10, M, 1000])
 @pytest.mark.parametrize("upstream", [(1.0, None), (None, 1.0), (1.0, 0.7)])
 @pytest.mark.parametrize("is_constrained", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients_equal_those_of_a_full_log_softmax_over_the_ids_that_were_kept(
-    inputs: dict[str, torch.Tensor], chunk_size: int, upstream: tuple[float | None, float | None], is_constrained: bool
+    inputs: dict[str, torch.Tensor],
+    chunk_size: int,
+    upstream: tuple[float | None, float | None],
+    is_constrained: bool,
+    form: LogitsForm,
+    has_bias: bool,
 ):
-    """Also if the loss looks at one output alone."""
+    """Also if the loss looks at one output alone, and of logits that the model scales, soft-caps or adds a bias to."""
     kept_ids = random_kept_ids(inputs["targets"], torch.Generator().manual_seed(1), V) if is_constrained else None
+    if has_bias:
+        inputs["bias"] = torch.linspace(-2, 2, V, requires_grad=True)
+    trained = [tensor for tensor in inputs.values() if tensor.requires_grad]
     gradients: list[tuple[torch.Tensor, ...]] = []
-    ours, theirs = token_logprobs(**inputs, chunk_size=chunk_size, kept_ids=kept_ids), full(kept_ids, **inputs)
+    ours = token_logprobs(**inputs, chunk_size=chunk_size, kept_ids=kept_ids, form=form)
+    theirs = full(kept_ids, form, **inputs)
     for outputs in (ours, theirs):
         weighed = [(x * y * torch.linspace(-1, y, M)).sum() for x, y in zip(outputs, upstream, strict=True) if y]
-        gradients.append(torch.autograd.grad(sum(weighed, torch.zeros(())), (inputs["hidden"], inputs["weight"])))
+        gradients.append(torch.autograd.grad(sum(weighed, torch.zeros(())), trained))
     for mine, twin in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), twin, rtol=1e-5, atol=1e-5)
     for mine, twin in zip(*gradients, strict=True):
@@ -85,9 +114,12 @@ def test_no_tokens_give_no_logprobs_and_zero_gradients(inputs):
 
 
 @pytest.mark.parametrize("kept_ids", [None, KeptIds.of([[0, 7]] * M)], ids=["all ids", "two ids"])
-def test_extreme_logits_stay_finite_and_an_excluded_id_gets_no_gradient(inputs, kept_ids: KeptIds | None):
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_logits_stay_finite_and_an_excluded_id_gets_no_gradient(
+    inputs, kept_ids: KeptIds | None, form: LogitsForm
+):
     given = inputs | {"hidden": inputs["hidden"].detach() * 1e4, "targets": torch.zeros(M, dtype=torch.int64)}
-    logprob, entropy = token_logprobs(**given, chunk_size=10, kept_ids=kept_ids)
+    logprob, entropy = token_logprobs(**given, chunk_size=10, kept_ids=kept_ids, form=form)
     (gradient,) = torch.autograd.grad((logprob + entropy).sum(), inputs["weight"])
     assert all(values.isfinite().all() for values in (logprob, entropy, gradient))
     assert kept_ids is None or set(gradient.any(1).nonzero()[:, 0].tolist()) <= {0, 7}
@@ -106,16 +138,73 @@ def test_sequences_that_share_a_token_have_sets_of_their_own_for_it(make_engine:
         assert_same_rows(engine.forward(sequences, output), twin_rows(twin, sequences))
 
 
+# The form of a model's logits
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    {
+        "qwen3": LogitsForm(),
+        "phi": LogitsForm(),  # has a bias
+        "cohere": LogitsForm(scale=0.7),
+        "granite": LogitsForm(scale=1 / 1.5),
+        "falcon_h1": LogitsForm(scale=1.5),
+        "minicpm3": LogitsForm(scale=4.0),  # of the states before the head
+        "gemma2": LogitsForm(cap=3.0),
+        "xlstm": LogitsForm(cap=3.0),  # a decoder of its own kind
+    }.items(),
+)
+@torch.no_grad()
+def test_the_form_of_logits_is_found_in_a_models_outputs_and_gives_its_log_probabilities(family: str, form: LogitsForm):
+    model = tiny_family(family)
+    assert logits_form(model) == form
+    input_ids = torch.randint(3, 200, (1, 12), generator=torch.Generator().manual_seed(0))
+    theirs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[0, :-1]
+    targets = input_ids[0, 1:]
+    of_head = {"weight": head_weight(model), "bias": head_bias(model), "form": form}
+    ours, _ = token_logprobs(hidden, targets=targets, temperatures=torch.ones(11), chunk_size=5, **of_head)
+    torch.testing.assert_close(ours, theirs.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0])
+def test_a_bias_does_not_hide_a_cap_nor_a_scale(cap: float):
+    model = tiny_family("phi")
+    model.config.cap, model.config.scale = cap, 0.03
+    torch.nn.init.normal_(model.lm_head.bias, std=20.0)
+    model.lm_head.register_forward_hook(lambda module, args, z: cap * torch.tanh(0.03 * z / cap))
+    assert logits_form(model) == LogitsForm(scale=0.03, cap=cap)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.register_forward_hook(lambda module, args, z: z.clamp(-5, 5)),
+        lambda head: head.register_forward_hook(lambda module, args, z: z[..., :-1]),
+        lambda head: head.register_forward_hook(lambda module, args, z: z.where(z > 0, 0.9 * z)),
+        lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] / 2,)),  # not the bias
+        lambda head: head.register_forward_pre_hook(lambda module, args: (args[0].relu(),)),
+    ],
+)
+def test_logits_of_another_form_are_refused(change: Callable[[torch.nn.Module], object]):
+    model = tiny_family("phi")
+    torch.nn.init.normal_(model.lm_head.bias)
+    logits_form(model)
+    change(model.lm_head)
+    with pytest.raises(ModelError, match="PhiForCausalLM makes logits that are no scaled and soft-capped outputs"):
+        logits_form(model)
+
+
 # Memory
 
 
-def memory_of(num_tokens: int, vocabulary: int, chunk_size: int) -> Memory:
+def memory_of(num_tokens: int, vocabulary: int, chunk_size: int, form: LogitsForm = FORMS[0]) -> Memory:
     """Of one forward and backward pass; weights and hidden states were there before."""
     hidden = torch.randn(num_tokens, H, requires_grad=True)
     weight = torch.randn(vocabulary, H, requires_grad=True)
     targets, temperatures = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
     with Memory() as memory:
-        values, entropies = token_logprobs(hidden, weight, targets, temperatures, chunk_size)
+        values, entropies = token_logprobs(hidden, weight, targets, temperatures, chunk_size, form=form)
         (values.sum() + entropies.sum()).backward()
     return memory
 
@@ -127,9 +216,10 @@ def test_more_tokens_take_no_more_logits():
     assert many.largest == few.largest == 32 * 4096 * FLOAT
 
 
-def test_memory_is_that_of_a_few_chunks_of_logits_and_the_weights_gradient():
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_that_of_a_few_chunks_of_logits_and_the_weights_gradient(form: LogitsForm):
     for vocabulary, chunk_size in ((1024, 32), (8192, 32), (8192, 128)):
-        memory = memory_of(512, vocabulary, chunk_size)
+        memory = memory_of(512, vocabulary, chunk_size, form)
         logits, gradient, rest = (size * FLOAT for size in (chunk_size * vocabulary, vocabulary * H, 512 * H))
         assert logits <= memory.peak < 6 * logits + 4 * gradient + 16 * rest
 
