@@ -142,7 +142,7 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
     finally:
         del decoder.forward  # the class has its own
     z = nn.functional.linear(states, weight, bias).double()
-    refusal = f"{type(model).__name__} makes logits that are no scaled and soft-capped outputs of its head"
+    refusal = f"{type(model).__name__} makes logits that are no scaled and soft-capped outputs of its head; arl can train no others"
     if logits.shape != z.shape:
         raise ModelError(refusal)
     known = [1.0, *(x for x in tree_leaves(model.config.to_dict()) if isinstance(x, int | float) and 0 < x < torch.inf)]
