@@ -127,14 +127,14 @@ class _States(MoeModelOutputWithPast):
 def logits_form(model: PreTrainedModel) -> LogitsForm:
     """How the model makes logits of its decoder's hidden states, found from its own outputs.
 
-    Its decoder is bypassed: the model's forward gets random states of known z, whose sizes are powers of 4. Huge ones
+    Its decoder is bypassed: the model's forward gets random states, with z of about the powers of 4. Huge ones
     show the cap, as tanh becomes 1, and then those within the cap the scale. A number that the config has, or its
     inverse, is taken exactly. The model: in float32, on one device, not sharded. Raises ModelError for other logits.
     """
     weight, bias, decoder = head_weight(model).detach(), head_bias(model), model.get_decoder()
     sizes = 4.0 ** torch.arange(-3, 13, device=weight.device)[:, None]
     states = torch.randn(len(sizes), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
-    states *= sizes / (states @ weight.T).abs().amax(dim=1, keepdim=True)
+    states *= sizes / (states @ weight[:: len(weight) // 1024 + 1].T).abs().amax(dim=1, keepdim=True)
     decoder.forward = lambda *args, **kwargs: _States(last_hidden_state=cast("Any", states[None]))
     try:
         input_ids = torch.zeros(1, len(sizes), dtype=torch.int64, device=weight.device)
@@ -142,9 +142,10 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
     finally:
         del decoder.forward  # the class has its own
     z = nn.functional.linear(states, weight, bias).double()
-    refusal = f"{type(model).__name__} makes logits that are no scaled and soft-capped outputs of its head; arl can train no others"
+    what = "are no scaled and soft-capped outputs of its head: arl can train no others"
+    refusal = ModelError(f"{type(model).__name__} makes logits that {what}")
     if logits.shape != z.shape:
-        raise ModelError(refusal)
+        raise refusal
     known = [1.0, *(x for x in tree_leaves(model.config.to_dict()) if isinstance(x, int | float) and 0 < x < torch.inf)]
 
     def exact(number: float) -> float:
@@ -164,7 +165,7 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
         reach = (scale * z).abs().amax(dim=1, keepdim=True)
         if ((logits - expected).abs() <= 1e-5 * reach)[reach[:, 0] < (10 * cap if cap else torch.inf)].all():
             return LogitsForm(scale=scale, cap=cap)
-    raise ModelError(refusal)
+    raise refusal
 
 
 # Log-probabilities
