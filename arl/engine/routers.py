@@ -67,10 +67,15 @@ _FAMILIES: dict[str, tuple[str, _Weights]] = {
 """Model type (config.json) -> the class of its routers, and their rule."""
 
 
+def num_experts_of(text: Any) -> int:
+    """How many experts a layer has by the config of a model's decoder; 0 or 1 for a dense model."""
+    return next((size for key in _SIZES if isinstance(size := getattr(text, key, None), int)), 0)
+
+
 def routing_of(config: Any, name: str) -> Routing | None:
     """A model's routing; None for a dense model. config: the model's. Raises ModelError for an unknown mixture."""
     text = config.get_text_config()
-    num_experts = next((size for key in _SIZES if isinstance(size := getattr(text, key, None), int)), 0)
+    num_experts = num_experts_of(text)
     if num_experts <= 1:
         return None
     if text.model_type not in _FAMILIES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.vision import vision_tower
+from arl.engine.routers import num_experts_of
 from arl.engine.weights.distributed import rows_of
 
 _ADAPTER = "default"
@@ -53,7 +55,7 @@ class Adapters:
             self._layers = _inject(model, config)
         for name, parameter in model.named_parameters() if dtype == "bfloat16" else ():
             # Frozen weights stay as narrow as files have them: they never move, and each use rounds them anyway.
-            is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
+            is_narrow = loaded.stored_dtype(name.replace(".base_layer.", "."), parameter) == torch.bfloat16
             if is_narrow and not parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
         self._rank, self._alpha = config.rank, config.alpha
@@ -94,10 +96,8 @@ class Adapters:
         last = {name.rpartition(".")[2] for name in self._layers}
         others = {
             name.rpartition(".")[2]
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear)
-            and not name.endswith((".base_layer", f".{_ADAPTER}"))
-            and not re.fullmatch(_TOWER, name)
+            for name, _ in self.model.named_modules()
+            if name not in self._layers and ".lora_" not in name and not re.fullmatch(_TOWER, name)
         }
         return sorted(self._layers if last & others else last)
 
@@ -172,37 +172,63 @@ class RankAdapter:
 
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
-    peft = _peft()
-    named = list(config.target_modules) if config.target_modules != "all-linear" else []
+    peft, kind = _peft(), type(model).__name__
+    modules = {name: module for name, module in model.named_modules() if name and not re.fullmatch(_TOWER, name)}
+    uses = Counter(id(module.weight) for module in modules.values() if isinstance(module, nn.Linear))
+    heads = model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)
 
-    def is_head(module: nn.Module) -> bool:
-        return module is model.get_output_embeddings() or module is getattr(model, _VALUE_HEAD, None)
+    def is_adaptable(module: nn.Module) -> bool:
+        """It computes W x + b, and W is no other layer's."""
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        return is_linear and module not in heads and uses[id(module.weight)] == 1
 
-    # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_head(module)]
-    every = [name for name in linear if not re.fullmatch(_TOWER, name)]
-    settings = _settings(model, config, named or every)
-    try:
-        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ModelError(f"train.lora cannot adapt this {type(model).__name__}: {error}") from error
+    if config.target_modules == "all-linear":
+        routers = _routers(model)
+        layers = [name for name, module in modules.items() if is_adaptable(module) and name not in routers]
+        if not layers:
+            raise ModelError(f"train.lora cannot adapt this {kind}: it has no linear layers")
+    else:
+        ends = {target: f".{target}" for target in config.target_modules}
+        layers = [name for name in modules if f".{name}".endswith(tuple(ends.values()))]
+        for target, end in ends.items():
+            if not any(f".{name}".endswith(end) for name in layers):
+                where = "model" if vision_tower(model) is None else "model outside its vision tower"
+                raise ModelError(
+                    f"train.lora.target_modules names {target}, but no layer of this {where} has that name"
+                )
+        for name in layers:
+            if not is_adaptable(modules[name]):
+                raise ModelError(
+                    f"train.lora.target_modules is {', '.join(ends)}, which includes {name}: not a linear layer within "
+                    f"{kind}, or one that shares its weight. Name linear layers, such as q_proj, k_proj, v_proj, o_proj"
+                )
+    # peft 0.21 takes `gate_proj` and its like for fused experts if a model's config says that it is a mixture, also
+    # where layers have these names. What contains the model has no config.
+    settings = _settings(model, config, [f"model.{name}" for name in layers])
+    peft.inject_adapter_in_model(settings, nn.ModuleDict({"model": model}), adapter_name=_ADAPTER)
     model.eval()
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
-    for name, layer in layers.items():
-        is_linear = isinstance(layer, peft.tuners.lora.Linear) and isinstance(layer.base_layer, nn.Linear)
-        if not is_linear or is_head(layer):
-            means = ", ".join(named) or "all-linear"
-            raise ModelError(
-                f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
-                f"{type(model).__name__}. Name linear layers, such as q_proj, k_proj, v_proj, o_proj"
-            )
-    for target in named:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            where = "model" if vision_tower(model) is None else "model outside its vision tower"
-            raise ModelError(f"train.lora.target_modules names {target}, but no layer of this {where} has that name")
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
-    return list(layers)
+    return layers
+
+
+def _routers(model: PreTrainedModel) -> set[str]:
+    """The names of linear layers that choose among experts: one with an output for each expert that goes into no layer
+    beside it, and others of the same router, a module beside the experts."""
+    found, modules = set[str](), dict(model.named_modules())
+    num_experts = num_experts_of(model.config.get_text_config())
+    for path, experts in modules.items():
+        sizes = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
+        if num_experts not in sizes:
+            continue
+        block = path.rpartition(".")[0]
+        for name, module in modules[block].named_modules(prefix=block):
+            if isinstance(module, nn.Linear) and module.out_features in sizes:
+                beside = modules[name.rpartition(".")[0]].children()
+                if not any(isinstance(other, nn.Linear) and other.in_features in sizes for other in beside):
+                    router = f"{block}.{name.removeprefix(f'{block}.').partition('.')[0]}"
+                    found.update(part for part, _ in modules[router].named_modules(prefix=router))
+    return found
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
@@ -229,15 +255,9 @@ def _peft() -> Any:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """For each trained parameter: name in the model -> name in peft's files."""
-    parameters = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    of_files = _peft().get_peft_model_state_dict(
-        model, state_dict=parameters, adapter_name=_ADAPTER, save_embedding_layers=False
-    )
-    of_files |= _value_head(model)
-    # A PeftModel wraps the model twice.
-    return {names[id(parameter)]: f"base_model.model.{name}" for name, parameter in of_files.items()}
+    """For each trained parameter: name in the model -> name in peft's files. A PeftModel wraps the model twice."""
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name: f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}" for name in trained}
 
 
 def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -247,21 +267,17 @@ def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def _settings(model: PreTrainedModel, config: LoRAConfig, targets: list[str], **others: Any) -> Any:
-    """peft's LoraConfig, which leaves a vision tower out whatever its modules' names end in."""
-    return _peft().LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targets,
-        exclude_modules=None if vision_tower(model) is None else _TOWER,
-        task_type="SEQ_CLS" if _value_head(model) else "CAUSAL_LM",
-        **others,
-    )
+    """peft's LoraConfig."""
+    task = "SEQ_CLS" if _value_head(model) else "CAUSAL_LM"
+    return _peft().LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type=task, **others)
 
 
 def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes: list[str]) -> bytes:
     """adapter_config.json, the same bytes each time. It lists suffixes, as servers do not know "all-linear"."""
     saved = [_VALUE_HEAD] if _value_head(model) else None
     others = {"modules_to_save": saved, "base_model_name_or_path": base, "inference_mode": True}
+    if vision_tower(model) is not None:
+        others["exclude_modules"] = _TOWER  # whatever its modules' names end in
     settings = _settings(model, config, suffixes, **others)
     settings.target_modules = suffixes  # peft made it a set, which has no order
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,7 +28,6 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from arl.api.engine import TensorSpec
 from arl.api.errors import ModelError, TransportError
 from arl.api.train_engine import Head
 from arl.data.image_processor import ImageProcessor
@@ -36,7 +35,7 @@ from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tower
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
-from arl.engine.weights.distributed import spec_of
+from arl.engine.weights.distributed import spec_of, torch_dtype
 
 _SCORE = "score.weight"
 
@@ -51,11 +50,13 @@ class LoadedModel:
     processor: ImageProcessor | None = None
     """Of a model that sees."""
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which files and servers hold the floating-point tensor of this name.
+    def stored_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which files and servers hold a tensor of the model, by its own name for it.
 
         Models keep some in float32, such as the biases that choose among experts: bfloat16 would make them equal.
         """
+        if not tensor.is_floating_point():
+            return tensor.dtype
         dtype = self.stored_config.dtype
         is_exempt = any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
         return dtype if isinstance(dtype, torch.dtype) and not is_exempt else torch.float32
@@ -232,15 +233,16 @@ class ModelWriter:
         self._companions = _companion_files(loaded)
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
         own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
-        self.own_specs = _specs(own, loaded)
-        """The model's tensors by its own names, in its order, with the files' dtypes; tied ones once."""
-        shapes = {name: tensor.to("meta") for name, tensor in own.items()}
-        served = self.served(shapes)
+        self.own_specs = tuple(spec_of(name, tensor, loaded.stored_dtype(name, tensor)) for name, tensor in own.items())
+        """The model's parameters and buffers by its own names, in its order, with the files' dtypes; tied ones once."""
+        empty = [torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta") for spec in self.own_specs]
+        served = self.served(dict(zip(own, empty, strict=True)))
         names = {id(tensor): name for name, tensor in served.items()}
-        self.is_converted = {id(tensor) for tensor in shapes.values()} != names.keys()
+        self.is_converted = set(map(id, empty)) != names.keys()
         """Whether files and servers have other tensors than the model, as with fused experts, beyond other names."""
-        renamed = (replace(spec, name=names.get(id(shapes[spec.name]), "")) for spec in self.own_specs)
-        self.specs = _specs(served, loaded) if self.is_converted else tuple(renamed)
+        renamed = (replace(spec, name=names.get(id(t), "")) for spec, t in zip(self.own_specs, empty, strict=True))
+        converted = (spec_of(name, tensor, tensor.dtype) for name, tensor in served.items())
+        self.specs = tuple(converted if self.is_converted else renamed)
         """The tensors as files and servers have them, in the model's order if they are the same."""
 
     def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -255,13 +257,6 @@ class ModelWriter:
             for name, content in self._companions.items():
                 (aside / name).write_bytes(content)
             return sum(file.stat().st_size for file in aside.iterdir())
-
-
-def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[TensorSpec, ...]:
-    return tuple(
-        spec_of(name, tensor, loaded.stored_dtype(name) if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in tensors.items()
-    )
 
 
 @contextlib.contextmanager

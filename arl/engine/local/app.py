@@ -207,7 +207,7 @@ class Weights:
 
     async def update_from_disk(self, body: DiskBody) -> Any:
         def work() -> None:
-            tensors = read_directory(body.model_path, self._form.shapes, self._form.is_tied)
+            tensors = read_directory(body.model_path, self._form.shapes, self._form.tied)
             self._load(tensors, body.weight_version)
 
         return await self._do("Succeeded to update model weights.", work)

@@ -268,16 +268,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into parameters by name; others stay, unless the weights were released: then all must come.
+        """Copy tensors into parameters and buffers by name.
 
-        Raises WeightsError, copying none, if one does not fit.
+        Others stay, unless the weights were released: then all must come. Raises WeightsError, copying none, if one
+        does not fit.
         """
         parameters = self.model.state_dict()
         check_fit(tensors, {name: parameter.shape for name, parameter in parameters.items()})
         if "weights" in self.released:
             raise WeightsError("the weights' memory is released; call /resume_memory_occupation before loading")
-        known = {name for name, _ in self.model.named_parameters()}
-        if self._lacks_weights and (missing := sorted(known - tensors.keys())):
+        if self._lacks_weights and (missing := sorted(self.stored_form.own_names - tensors.keys())):
             raise WeightsError(
                 f"the weights were released, so all must be loaded again, and {named(missing)} is missing"
             )

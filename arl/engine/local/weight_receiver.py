@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -43,28 +43,31 @@ class WeightsError(ArlError):
 
 
 class StoredForm:
-    """How files and trainers name the weights of a model, and how they become its parameters.
+    """How files and trainers name the tensors of a model, and how they become its parameters and buffers.
 
     transformers fuses some tensors when it loads them: the experts of a layer are stored one by one, and are one
     parameter. Others have another name in files, such as those of Qwen2.5-VL.
 
     shapes: by stored name; tied tensors once.
-    is_tied: the output layer is the embedding, so a file may hold `lm_head.weight` besides.
+    own_names: of the parameters and buffers that these make.
+    tied: names of tensors that files may hold besides, as they hold an output layer that is the embedding.
     """
 
     def __init__(self, model: Any) -> None:
-        parameters = dict(model.named_parameters())
-        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in parameters.items()}
-        stored = revert_weight_conversion(model, empty)
+        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        own = {name: tensor for name, tensor in state.items() if name not in ties}
+        stored = revert_weight_conversion(model, dict(own))
         self.shapes: Shapes = {name: tensor.shape for name, tensor in stored.items()}
-        self.is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        names = {id(tensor): name for name, tensor in empty.items()}
+        self.own_names = frozenset(own)
+        self.tied = frozenset(revert_weight_conversion(model, {name: state[name] for name in ties}))
+        names = {id(tensor): name for name, tensor in own.items()}
         self._names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
-        """Of tensors that are a parameter each: stored name -> the parameter's."""
+        """Of tensors that are one of the model's each: stored name -> the model's."""
         self._class, self._config = type(model), model.config
 
     def parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The parameters that fitting tensors make. Raises WeightsError if a part of a fused parameter is missing."""
+        """The model's tensors that fitting ones make. Raises WeightsError if a part of a fused one is missing."""
         if self._names.keys() == self.shapes.keys():
             return {self._names[name]: tensor for name, tensor in tensors.items()}
         try:
@@ -73,11 +76,15 @@ class StoredForm:
             )
         except RuntimeError as error:
             raise WeightsError(f"the tensors cannot be put together as the model has them: {error}") from error
-        return {name: tensor for name, tensor in model.named_parameters() if name not in loading["missing_keys"]}
+        state = model.state_dict()
+        return {name: state[name] for name in self.own_names - loading["missing_keys"]}
 
 
-def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
-    """The weights of a model directory, sharded or not. Raises WeightsError unless their shapes are exactly these."""
+def read_directory(directory: str, shapes: Shapes, tied: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """The weights of a model directory, sharded or not, but for those that are tied to others.
+
+    Raises WeightsError unless their shapes are exactly these.
+    """
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
     if not os.path.isdir(directory):
@@ -98,8 +105,8 @@ def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, t
                 tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {file}: {error}") from error
-    if is_tied and "lm_head.weight" not in shapes:
-        tensors.pop("lm_head.weight", None)
+    for name in tied:
+        tensors.pop(name, None)
     check_fit(tensors, shapes)
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise WeightsError(f"{directory} lacks {named(missing)}, which the served model has")

@@ -240,11 +240,14 @@ def test_adapters_of_another_model_are_refused_naming_a_tensor_that_differs(
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("nowhere",), r"cannot adapt this Qwen3ForCausalLM: .*nowhere"),
+        (("nowhere",), r"target_modules names nowhere, but no layer"),
         (("q_proj", "nowhere"), r"target_modules names nowhere, but no layer"),
-        (("q_proj", "lm_head"), r"target_modules is q_proj, lm_head, by which peft finds lm_head: not a linear layer"),
-        (("embed_tokens",), r"target_modules is embed_tokens, by which peft finds model\.embed_tokens: not a linear"),
-        (("q_norm",), r"cannot adapt this Qwen3ForCausalLM: .*q_norm|cannot adapt this .*not supported"),
+        (("q_proj", "lm_head"), r"target_modules is q_proj, lm_head, which includes lm_head: not a linear layer"),
+        (("embed_tokens",), r"target_modules is embed_tokens, which includes model\.embed_tokens: not a linear"),
+        (
+            ("q_norm",),
+            r"target_modules is q_norm, which includes model\.layers\.0\.self_attn\.q_norm: not a linear layer",
+        ),
     ],
 )
 def test_targets_that_are_no_layers_to_adapt_are_refused_by_name(

@@ -34,7 +34,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def test_one_file_is_read_as_it_is_and_what_was_read_does_not_change_with_it(tmp_path: Path) -> None:
-    read = read_directory(write(tmp_path, TENSORS), SHAPES, is_tied=False)
+    read = read_directory(write(tmp_path, TENSORS), SHAPES)
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as opened:
         opened.write(b"\xff" * file.stat().st_size)
@@ -47,15 +47,15 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
         save_file({name: tensor}, tmp_path / f"{i}.safetensors")
     weight_map = {name: f"{i}.safetensors" for i, name in enumerate(TENSORS)}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    read = read_directory(str(tmp_path), SHAPES, is_tied=False)
+    read = read_directory(str(tmp_path), SHAPES)
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_tied_output_layer_may_be_stored_once_more(tmp_path: Path) -> None:
     directory = write(tmp_path, {**TENSORS, "lm_head.weight": torch.zeros(2, 3)})
-    assert read_directory(directory, SHAPES, is_tied=True).keys() == TENSORS.keys()
+    assert read_directory(directory, SHAPES, tied={"lm_head.weight"}).keys() == TENSORS.keys()
     with pytest.raises(WeightsError, match=r"the served model has no lm_head\.weight"):
-        read_directory(directory, SHAPES, is_tied=False)
+        read_directory(directory, SHAPES)
 
 
 def write_file(name: str, content: bytes) -> Callable[[Path], object]:
@@ -79,13 +79,13 @@ def test_what_cannot_be_loaded_is_refused_with_a_reason(
 ) -> None:
     prepare(tmp_path)
     with pytest.raises(WeightsError, match=sentence):
-        read_directory(str(tmp_path), SHAPES, is_tied=False)
+        read_directory(str(tmp_path), SHAPES)
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     shapes = {f"layer{i}": torch.Size([1]) for i in range(8)}
     with pytest.raises(WeightsError, match="lacks layer0, layer1, layer2, layer3, layer4 and 3 more"):
-        read_directory(write(tmp_path, {}), shapes, is_tied=False)
+        read_directory(write(tmp_path, {}), shapes)
 
 
 # Memory
