@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from arl.api.errors import ConfigError, ModelError
 from arl.api.train_engine import ModelLimits
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _WEIGHTS = "model.safetensors"
@@ -104,17 +106,48 @@ def local_directory(name: str) -> str:
         raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
 
 
+def _copy_here(name: str | Path) -> Path:
+    """`name` if it is a directory; else the local copy of the hub's model. Raises OSError if there is none."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name), local_files_only=True))
+
+
+def file_dtypes(name: str | Path) -> dict[str, str]:
+    """The dtype, such as BF16, of each tensor in a model's safetensors. Empty if it is not here or has none."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for file in sorted(_copy_here(name).glob("model*.safetensors")):
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            found |= {key: entry["dtype"] for key, entry in header.items() if key != "__metadata__"}
+    return found
+
+
+def as_stored(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], files: Collection[str]) -> dict[str, Any]:
+    """A model's tensors as files and servers have them: transformers fuses some at loading, such as experts.
+
+    files: the names in the model's files. A layer whose own name stands there keeps it, though transformers would
+    rename it together with others.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return {
+        names[id(tensor)] if name not in files and names.get(id(tensor)) in files else name: tensor
+        for name, tensor in revert_weight_conversion(model, dict(tensors)).items()
+    }
+
+
 def model_digest(name: str) -> str | None:
     """A digest of a model, the same wherever it lies: of config, vocabulary and samples of the weights files.
 
     None if it is not here, or has no safetensors.
     """
     try:
-        if not Path(name).is_dir():
-            from huggingface_hub import snapshot_download
-
-            name = snapshot_download(name, local_files_only=True)
-        directory = Path(name)
+        directory = _copy_here(name)
         config = json.loads((directory / "config.json").read_bytes())
         known = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +26,11 @@ from transformers import PreTrainedModel
 from arl.api.errors import ConfigError, ModelError, TransportError
 from arl.api.settings.engines import LoRAConfig
 from arl.api.version import install_command
-from arl.engine.fsdp.model import LoadedModel, whole_directory
+from arl.engine.fsdp.model import ModelWriter, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.vision import vision_tower
-from arl.engine.routers import num_experts_of
+from arl.engine.linear_layers import linear_layers, router_layers
 from arl.engine.weights.distributed import rows_of
 
 _ADAPTER = "default"
@@ -43,20 +42,20 @@ _TOWER = r"model\.visual\..*"
 
 
 class Adapters:
-    def __init__(self, loaded: LoadedModel, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
-        """Freeze the model and inject adapters, in place, before it is sharded. A seed fixes them.
+    def __init__(self, writer: ModelWriter, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
+        """Freeze the writer's model and inject adapters, in place, before it is sharded. A seed fixes them.
 
         base: the model's directory or name, which adapter files record. dtype: of the computation. Raises ModelError
         for targets that are no linear layers, and ConfigError without peft.
         """
-        self.model = model = loaded.model
+        self.model = model = writer.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._layers = _inject(model, config)
-        for name, parameter in model.named_parameters() if dtype == "bfloat16" else ():
+        narrow = {spec.name for spec in writer.own_specs if spec.dtype == dtype == "bfloat16"}
+        for name, parameter in model.named_parameters():
             # Frozen weights stay as narrow as files have them: they never move, and each use rounds them anyway.
-            is_narrow = loaded.stored_dtype(name.replace(".base_layer.", "."), parameter) == torch.bfloat16
-            if is_narrow and not parameter.requires_grad:
+            if name.replace(".base_layer.", ".") in narrow and not parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
         self._rank, self._alpha = config.rank, config.alpha
         self._file_names = _file_names(model)
@@ -173,35 +172,28 @@ class RankAdapter:
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft, kind = _peft(), type(model).__name__
-    modules = {name: module for name, module in model.named_modules() if name and not re.fullmatch(_TOWER, name)}
-    uses = Counter(id(module.weight) for module in modules.values() if isinstance(module, nn.Linear))
-    heads = model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)
-
-    def is_adaptable(module: nn.Module) -> bool:
-        """It computes W x + b, and W is no other layer's."""
-        is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        return is_linear and module not in heads and uses[id(module.weight)] == 1
-
+    names = [name for name, _ in model.named_modules() if name and not re.fullmatch(_TOWER, name)]
+    linear = linear_layers(model, (model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)))
     if config.target_modules == "all-linear":
-        routers = _routers(model)
-        layers = [name for name, module in modules.items() if is_adaptable(module) and name not in routers]
+        # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
+        routers = router_layers(model)
+        layers = [name for name in names if name in linear and name not in routers]
         if not layers:
             raise ModelError(f"train.lora cannot adapt this {kind}: it has no linear layers")
     else:
-        ends = {target: f".{target}" for target in config.target_modules}
-        layers = [name for name in modules if f".{name}".endswith(tuple(ends.values()))]
-        for target, end in ends.items():
-            if not any(f".{name}".endswith(end) for name in layers):
-                where = "model" if vision_tower(model) is None else "model outside its vision tower"
-                raise ModelError(
-                    f"train.lora.target_modules names {target}, but no layer of this {where} has that name"
-                )
-        for name in layers:
-            if not is_adaptable(modules[name]):
-                raise ModelError(
-                    f"train.lora.target_modules is {', '.join(ends)}, which includes {name}: not a linear layer within "
-                    f"{kind}, or one that shares its weight. Name linear layers, such as q_proj, k_proj, v_proj, o_proj"
-                )
+        targets = [f".{target}" for target in config.target_modules]
+        layers = [name for name in names if f".{name}".endswith(tuple(targets))]
+        for target in targets:
+            if not any(f".{name}".endswith(target) for name in layers):
+                what = f"train.lora.target_modules names {target[1:]}, but no layer of this model"
+                where = "" if vision_tower(model) is None else " outside its vision tower"
+                raise ModelError(f"{what}{where} has that name")
+        if others := [name for name in layers if name not in linear]:
+            raise ModelError(
+                f"train.lora.target_modules is {', '.join(config.target_modules)}, which includes {others[0]}: not a "
+                f"linear layer within {kind}, or one that shares its weight. Name linear layers, such as q_proj, "
+                "k_proj, v_proj, o_proj"
+            )
     # peft 0.21 takes `gate_proj` and its like for fused experts if a model's config says that it is a mixture, also
     # where layers have these names. What contains the model has no config.
     settings = _settings(model, config, [f"model.{name}" for name in layers])
@@ -210,25 +202,6 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
     return layers
-
-
-def _routers(model: PreTrainedModel) -> set[str]:
-    """The names of linear layers that choose among experts: one with an output for each expert that goes into no layer
-    beside it, and others of the same router, a module beside the experts."""
-    found, modules = set[str](), dict(model.named_modules())
-    num_experts = num_experts_of(model.config.get_text_config())
-    for path, experts in modules.items():
-        sizes = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
-        if num_experts not in sizes:
-            continue
-        block = path.rpartition(".")[0]
-        for name, module in modules[block].named_modules(prefix=block):
-            if isinstance(module, nn.Linear) and module.out_features in sizes:
-                beside = modules[name.rpartition(".")[0]].children()
-                if not any(isinstance(other, nn.Linear) and other.in_features in sizes for other in beside):
-                    router = f"{block}.{name.removeprefix(f'{block}.').partition('.')[0]}"
-                    found.update(part for part, _ in modules[router].named_modules(prefix=router))
-    return found
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:

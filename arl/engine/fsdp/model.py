@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from arl.api.errors import ModelError, TransportError
@@ -34,7 +33,14 @@ from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tower
-from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
+from arl.engine.model_files import (
+    as_stored,
+    end_token_ids,
+    file_dtypes,
+    load_part,
+    load_tokenizer,
+    local_directory,
+)
 from arl.engine.weights.distributed import spec_of, torch_dtype
 
 _SCORE = "score.weight"
@@ -50,16 +56,8 @@ class LoadedModel:
     processor: ImageProcessor | None = None
     """Of a model that sees."""
 
-    def stored_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype in which files and servers hold a tensor of the model, by its own name for it.
-
-        Models keep some in float32, such as the biases that choose among experts: bfloat16 would make them equal.
-        """
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        dtype = self.stored_config.dtype
-        is_exempt = any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
-        return dtype if isinstance(dtype, torch.dtype) and not is_exempt else torch.float32
+    file_dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The dtype of each tensor in its files, such as BF16; empty if that is unknown."""
 
 
 def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
@@ -96,7 +94,9 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     if is_new_head:
         nn.init.zeros_(score_weight(model))  # after the check, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
-    return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config, processor=processor)
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, stored_config=config, processor=processor, file_dtypes=file_dtypes(name)
+    )
 
 
 @contextlib.contextmanager
@@ -231,23 +231,26 @@ class ModelWriter:
         """Make it before the model is sharded."""
         self.model = loaded.model
         self._companions = _companion_files(loaded)
+        self._files = loaded.file_dtypes
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
-        own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
-        self.own_specs = tuple(spec_of(name, tensor, loaded.stored_dtype(name, tensor)) for name, tensor in own.items())
+        own = {name: tensor.to("meta") for name, tensor in loaded.model.state_dict().items() if name not in tied}
+        names = {id(tensor): name for name, tensor in self.served(own).items()}
+        self.own_specs = tuple(
+            spec_of(name, tensor, _stored_dtype(loaded, name, tensor, names.get(id(tensor), "")))
+            for name, tensor in own.items()
+        )
         """The model's parameters and buffers by its own names, in its order, with the files' dtypes; tied ones once."""
-        empty = [torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta") for spec in self.own_specs]
-        served = self.served(dict(zip(own, empty, strict=True)))
-        names = {id(tensor): name for name, tensor in served.items()}
-        self.is_converted = set(map(id, empty)) != names.keys()
+        self.is_converted = {id(tensor) for tensor in own.values()} != names.keys()
         """Whether files and servers have other tensors than the model, as with fused experts, beyond other names."""
-        renamed = (replace(spec, name=names.get(id(t), "")) for spec, t in zip(self.own_specs, empty, strict=True))
-        converted = (spec_of(name, tensor, tensor.dtype) for name, tensor in served.items())
+        empty = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta") for spec in self.own_specs}
+        converted = (spec_of(name, tensor, tensor.dtype) for name, tensor in self.served(empty).items())
+        renamed = (replace(spec, name=names.get(id(own[spec.name]), "")) for spec in self.own_specs)
         self.specs = tuple(converted if self.is_converted else renamed)
         """The tensors as files and servers have them, in the model's order if they are the same."""
 
     def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors as files have them: transformers fuses some at loading, such as experts."""
-        return revert_weight_conversion(self.model, dict(tensors))
+        """The model's tensors as files and servers have them."""
+        return as_stored(self.model, tensors, self._files)
 
     def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
         """Write a complete model directory; returns its bytes. tensors: as own_specs, on the CPU."""
@@ -257,6 +260,19 @@ class ModelWriter:
             for name, content in self._companions.items():
                 (aside / name).write_bytes(content)
             return sum(file.stat().st_size for file in aside.iterdir())
+
+
+def _stored_dtype(loaded: LoadedModel, name: str, tensor: torch.Tensor, file_name: str) -> torch.dtype:
+    """The dtype in which files and servers hold a tensor of the model. file_name: its name there.
+
+    Models keep some in float32, such as the biases that choose among experts: bfloat16 would make them equal.
+    """
+    dtype, files = loaded.stored_config.dtype, loaded.file_dtypes
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    is_exempt = any(part in name for part in loaded.model._keep_in_fp32_modules_strict or ())
+    is_exempt |= files.get(file_name) == "F32" and not {"BF16", "F16"}.isdisjoint(files.values())
+    return dtype if isinstance(dtype, torch.dtype) and not is_exempt else torch.float32
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ def export_weights(checkpoint: Path, model: str, directory: Path, *, adapter: bo
         writer = ModelWriter(loaded)
         if (origin := progress.lora) is not None:  # adapters in the same places; their values are read afterwards
             config = LoRAConfig(rank=origin.rank, alpha=origin.alpha, target_modules=tuple(origin.target_modules))
-            adapters = Adapters(loaded, model, config, "float32", seed=0)
+            adapters = Adapters(writer, model, config, "float32", seed=0)
         policy = TokenModel(loaded.model)
         for name, parameter in policy.named_parameters():
             if name in progress.frozen:

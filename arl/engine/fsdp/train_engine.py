@@ -105,7 +105,7 @@ class FSDPTrainEngine:
                         what = f"train.freeze_vision_tower is set, but {model} has no vision tower; leave it out"
                         raise ConfigError(what)
                     tower.requires_grad_(False)
-                adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
+                adapters = Adapters(writer, model, config.lora, config.dtype, seed) if config.lora else None
                 self._policy = TokenModel(loaded.model, head)
                 shard(self._policy, mesh, config)
             self._trained = trained_parameters(self._policy)

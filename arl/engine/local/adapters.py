@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from arl.engine.linear_layers import linear_layers
 from arl.engine.local.weight_receiver import WeightsError, named
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -59,11 +60,8 @@ class LoadedAdapters:
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         """head: makes logits. The head and experts see only some of a step's tokens, so neither is adapted."""
-        self._linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head and ".experts." not in name
-        }
+        linear = linear_layers(model, [head])
+        self._linears = {name: layer for name, layer in linear.items() if ".experts." not in name}
         self._loaded: dict[str, Adapter] = {}
         self._groups: list[tuple[Adapter, torch.Tensor | None]] = []
         """The adapters of the next step, each with the indices of its tokens; None for all of them."""
@@ -158,8 +156,8 @@ class LoadedAdapters:
         """A layer's forward with the updates of the step's adapters added."""
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            y = own(x)
-            self.update(name, x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+            y = own(x).contiguous()
+            self.update(name, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
             return y
 
         return forward

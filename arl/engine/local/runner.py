@@ -35,6 +35,7 @@ from arl.engine.local.fused_decoder import FusedDecoder
 from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, SlotCache
 from arl.engine.local.vision import PART, ShownImages, Tower
 from arl.engine.local.weight_receiver import StoredForm, WeightsError, check_fit, named
+from arl.engine.model_files import file_dtypes
 from arl.engine.routers import Routers, find_routers
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class ModelRunner:
         if self._head is None:
             name = type(self.model).__name__
             raise ModelError(f"{name} has no head named score; reward models are decoders with a linear one on top")
-        self.stored_form = StoredForm(self.model)
+        self.stored_form = StoredForm(self.model, file_dtypes(model_dir))
         self.adapters = LoadedAdapters(self.model, self._head)
         self.routers: Routers | None = None
         """Set for a mixture of experts whose routes it can record."""

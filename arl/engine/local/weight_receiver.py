@@ -22,10 +22,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import distributed_c10d as c10d
-from transformers.core_model_loading import revert_weight_conversion
 
 from arl.api.engine import WeightGroup
 from arl.api.errors import ArlError
+from arl.engine.model_files import as_stored
 
 Shapes = Mapping[str, torch.Size]
 ResultT = TypeVar("ResultT")
@@ -53,14 +53,15 @@ class StoredForm:
     tied: names of tensors that files may hold besides, as they hold an output layer that is the embedding.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, files: Collection[str]) -> None:
+        """files: the names of the tensors in the files that it was loaded from."""
         ties = getattr(model, "all_tied_weights_keys", None) or {}
         state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         own = {name: tensor for name, tensor in state.items() if name not in ties}
-        stored = revert_weight_conversion(model, dict(own))
+        stored = as_stored(model, own, files)
         self.shapes: Shapes = {name: tensor.shape for name, tensor in stored.items()}
         self.own_names = frozenset(own)
-        self.tied = frozenset(revert_weight_conversion(model, {name: state[name] for name in ties}))
+        self.tied = frozenset(as_stored(model, {name: state[name] for name in ties}, files))
         names = {id(tensor): name for name, tensor in own.items()}
         self._names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
         """Of tensors that are one of the model's each: stored name -> the model's."""
