@@ -360,8 +360,8 @@ class LoRAConfig(Section):
     """The update is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """The modules that get adapters, by the end of their names, such as [q_proj, v_proj]. all-linear: every linear
-    layer except the head and experts that are fused into one tensor. A vision tower gets none: servers load adapters of
-    the language model alone."""
+    layer except the head, experts that are fused into one tensor, and their routers. A vision tower gets none: servers
+    load adapters of the language model alone."""
 
     @model_validator(mode="after")
     def _names_modules(self) -> Self:
