@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_merged_weights_and_adapters_beside_a_served_model_give_the_trainers_log
     merged = adapters.merged()
     writer.write(tmp_path / "merged", {s.name: merged[s.name].to(torch_dtype(s)) for s in writer.own_specs})
     torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=1e-3, atol=1e-3)
-    served = load(directory)
+    served: Any = load(directory)
     assert (logits(served) - expected).abs().max() > 0.1
     adapters.copy(0).write(tmp_path / "adapter")
     held = LoadedAdapters(served, served.get_output_embeddings())
