@@ -43,10 +43,10 @@ WINGS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Each wing, its floor, and the wings that it may import. docs/architecture.md shows the same table."""
 WITHIN_ENGINE = {
-    "local": ("frames", "routers"),
+    "local": ("frames", "linear_layers", "model_files", "routers"),
     "client": ("frames", "fsdp.ray_cluster"),
     "weights": ("local.weight_receiver",),
-    "fsdp": ("weights", "model_files", "routers"),
+    "fsdp": ("weights", "linear_layers", "model_files", "routers"),
 }
 """The embedded server is a separate program: it sees neither its client nor the trainer."""
 IO = frozenset(
