@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,6 +14,10 @@ from xdist.remote import Producer
 
 # Before torch is imported: more threads wait for each other at each small matmul, on cores that other workers need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What arl remembers of models that it loaded: of these tests alone. Deleted with the interpreter.
+_CACHE = tempfile.TemporaryDirectory(prefix="arl-tests-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook with `-p no:xdist`

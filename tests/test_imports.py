@@ -46,7 +46,7 @@ WITHIN_ENGINE = {
     "local": ("frames", "linear_layers", "model_files", "routers"),
     "client": ("frames", "fsdp.ray_cluster"),
     "weights": ("local.weight_receiver",),
-    "fsdp": ("weights", "linear_layers", "model_files", "routers"),
+    "fsdp": ("weights", "linear_layers", "model_files", "routers", "trial"),
 }
 """The embedded server is a separate program: it sees neither its client nor the trainer."""
 IO = frozenset(

@@ -195,6 +195,19 @@ class RowPlan:
         owners = torch.where(shared[owners] > positions, self.parents[owners], owners)
         return self.begins[owners] + positions - shared[owners]
 
+    @cached_property
+    def apart(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The order's N sequences each by itself, padded to the longest, L: int64[N, L], the place in the row of each
+        token, and again of the last one as padding; int64[T], where each token of the row lies among the N * L."""
+        lengths, shared = self.order.lengths, self.order.shared
+        size = int(lengths.max())
+        numbers = torch.arange(len(lengths))
+        positions = torch.minimum(torch.arange(size), lengths[:, None] - 1)
+        places = self.places(numbers.repeat_interleave(size), positions.flatten())
+        owners = numbers.repeat_interleave(lengths - shared)
+        found = torch.arange(self.num_tokens) + (numbers * size + shared - self.begins)[owners]
+        return places.view(-1, size), found
+
     def context(self, steps: StepRange) -> torch.Tensor:
         """int64[depth]: the places of the tokens before the stretch that it sees, in order."""
         if not steps.depth:

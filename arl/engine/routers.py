@@ -10,7 +10,8 @@ weights of replayed experts come from the current logits, by the model's own rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -105,6 +106,13 @@ class ReplayedRoutes:
         self.is_known = None if is_known is None else is_known.to(device)
         """bool[T]; None if all are known."""
 
+    def at(self, places: torch.Tensor) -> ReplayedRoutes:
+        """The routes of the tokens at `places`, in their order."""
+        moved = copy.copy(self)
+        moved.experts = self.experts[places.flatten()]
+        moved.is_known = None if self.is_known is None else self.is_known[places.flatten()]
+        return moved
+
     def of_layer(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """int64[T, k]. own: the router's own choice, for tokens whose routes are unknown."""
         experts = self.experts[:, layer]
@@ -157,7 +165,7 @@ class Routers:
                     "of transformers; set engine.replay_routing=false"
                 )
 
-    def replay_in(self, layers: nn.ModuleList) -> None:
+    def replay_in(self, layers: Sequence[nn.Module]) -> None:
         """Let layers take ReplayedRoutes as the keyword argument `replayed_routes`. Call it before layers are wrapped.
 
         Then a checkpointed layer gets the same routes when the backward pass computes it again.

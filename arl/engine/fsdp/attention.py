@@ -14,8 +14,9 @@ value whose score is a number that each head learns: it takes a share of the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import AttentionInterface
 
 from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, StepRange
 from arl.api.errors import ModelError
+from arl.engine.trial import note_scores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -62,13 +64,41 @@ class PackedLayout:
         """int32[T], see RowPlan.positions."""
         self.subtree_stops = plan.subtree_stops.to(device, torch.int32)
         """int32[T], see RowPlan.subtree_stops."""
+        self._device = device
         self.block_masks: dict[int | None, BlockMask] = {}
         """Flex attention's masks by sliding window, made on first use."""
+
+    @cached_property
+    def apart(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See RowPlan.apart."""
+        places, found = self.plan.apart
+        return places.to(self._device), found.to(self._device)
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
         """Sequences that share nothing, end to end."""
         return cls(RowPlan.of(PrefixOrder.unshared(lengths)), device)
+
+
+_IGNORED = ("position_ids", "cache_position")
+"""Arguments that say nothing about which tokens see each other, or that the layout says better."""
+_row: PackedLayout | None = None
+
+
+@contextmanager
+def row_of(layout: PackedLayout) -> Iterator[None]:
+    """While a layer computes, or computes again: the row, for modules that are not told of it."""
+    global _row  # noqa: PLW0603
+    before, _row = _row, layout
+    try:
+        yield
+    finally:
+        _row = before
+
+
+def current_row() -> PackedLayout | None:
+    """The innermost `row_of`."""
+    return _row
 
 
 def packed_attention(  # noqa: PLR0913 (transformers' arguments)
@@ -78,7 +108,7 @@ def packed_attention(  # noqa: PLR0913 (transformers' arguments)
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_layout: PackedLayout,
+    packed_layout: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -87,13 +117,17 @@ def packed_attention(  # noqa: PLR0913 (transformers' arguments)
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
-    s_aux: float[H], the score of each head's sink. windows_seen: a list that collects each layer's sliding window.
-    Raises ModelError for position biases, which no kernel here computes.
+    s_aux: float[H], the score of each head's sink. packed_layout: of `row_of` without one, as not every model passes
+    arguments on to its attention. Raises ModelError for tensors that no kernel here computes: masks of the model's
+    own, position biases, chosen blocks.
     """
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(f"{type(module).__name__} adds a position_bias in its attention, which no packed row can have")
-    if isinstance(windows_seen := kwargs.get("windows_seen"), list):
-        windows_seen.append(sliding_window)
+    for name, own in ({"attention_mask": attention_mask} | kwargs).items():
+        if isinstance(own, torch.Tensor) and name not in _IGNORED:
+            raise ModelError(f"{type(module).__name__} gives its attention {name}, which no kernel here can compute")
+    packed_layout = _row if packed_layout is None else packed_layout
+    if packed_layout is None:
+        raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
+    note_scores(module, query, key, scaling)
     if sliding_window is not None and sliding_window >= packed_layout.max_keys:
         sliding_window = None
     # Once here: the gradients of all queries are summed in this dtype.
@@ -287,7 +321,7 @@ def masked_attention(
         for start in range(0, stretch.num_tokens, size):
             own = query, key, value, stretch, start, min(start + size, stretch.num_tokens)
             outputs.append(checkpoint(piece, *own, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
 
 # On a GPU
@@ -327,7 +361,7 @@ def flex_attention(
     )
     if sinks is not None:
         output = _with_sinks(output[0], output[1].lse, sinks)
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).contiguous()
 
 
 def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:

@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from arl.api.errors import ModelError, TransportError
 from arl.api.train_engine import Head
 from arl.data.image_processor import ImageProcessor
-from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
-from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
+from arl.engine.fsdp.policy import (
+    LogitsForm,
+    TokenModel,
+    head_bias,
+    head_weight,
+    logits_form,
+    score_weight,
+    token_values,
+)
 from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tower
+from arl.engine.fsdp.ways import RowDecoder, find_way
 from arl.engine.model_files import (
     as_stored,
     end_token_ids,
@@ -41,6 +50,7 @@ from arl.engine.model_files import (
     load_tokenizer,
     local_directory,
 )
+from arl.engine.trial import transformer_layers
 from arl.engine.weights.distributed import spec_of, torch_dtype
 
 _SCORE = "score.weight"
@@ -53,11 +63,19 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stored_config: PreTrainedConfig
+    decoder: RowDecoder
+    """Of the model, in the way that its trial chose."""
+    head: Head
+    form: LogitsForm
     processor: ImageProcessor | None = None
     """Of a model that sees."""
 
     file_dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
     """The dtype of each tensor in its files, such as BF16; empty if that is unknown."""
+
+    def token_model(self) -> TokenModel:
+        """The module to train."""
+        return TokenModel(self.decoder, self.head, self.form)
 
 
 def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
@@ -71,7 +89,7 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
         raise ModelError(f"{name} has no config.json; a model directory needs it, *.safetensors and a tokenizer")
     config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
-    options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
+    options = {"dtype": torch.float32, "output_loading_info": True}
     if (processor := image_processor(name)) is not None:
         if head == "value":
             raise ModelError(
@@ -91,12 +109,29 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())
     model.eval()
     _check_supported(model, name, head)
+    form = logits_form(model) if head == "policy" else LogitsForm()
+    decoder = RowDecoder(model, find_way(model, name, partial(_to_logits, model, head, form)))
     if is_new_head:
-        nn.init.zeros_(score_weight(model))  # after the check, which needs a head that is not zero
+        nn.init.zeros_(score_weight(model))  # after the trial, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
     return LoadedModel(
-        model=model, tokenizer=tokenizer, stored_config=config, processor=processor, file_dtypes=file_dtypes(name)
+        model=model,
+        tokenizer=tokenizer,
+        stored_config=config,
+        decoder=decoder,
+        head=head,
+        form=form,
+        processor=processor,
+        file_dtypes=file_dtypes(name),
     )
+
+
+def _to_logits(model: PreTrainedModel, head: Head, form: LogitsForm, states: torch.Tensor) -> torch.Tensor:
+    """[M, H] -> float32 [M, V]; [M, 1] of a value head."""
+    if head == "value":
+        return token_values(states, score_weight(model))[:, None]
+    logits = form.scale * nn.functional.linear(states.float(), head_weight(model).float(), head_bias(model))
+    return logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
 
 
 @contextlib.contextmanager
@@ -157,59 +192,15 @@ def _check_supported(model: PreTrainedModel, name: str | Path, head: Head) -> No
         if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
             raise ModelError(f"{name}: {type(model).__name__} needs a head `score` of one label without bias")
     else:
-        output = model.get_output_embeddings()
-        if output is None or getattr(output, "bias", None) is not None:
-            raise ModelError(f"{name}: {type(model).__name__} needs a language-model head without bias to be trained")
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
-        raise ModelError(f"{name}: {type(model).__name__} has no list of decoder layers, so it cannot be sharded")
-    known = {"full_attention", "sliding_attention"}
-    if unknown := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known:
-        raise ModelError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; arl trains only {' and '.join(sorted(known))}, "
-            "which it can keep inside each sequence of a packed row"
-        )
-    _check_logits(model, name, head)
-
-
-@torch.no_grad()
-def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
-    """Refuse models that scale or soft-cap their logits, by comparing with the model's own.
-
-    Refuse sliding windows that a model applies by its mask alone, too: a packed row has no mask.
-    """
-    config = model.config.get_text_config()
-    # Without the pad token: a sequence-classification model by itself would score the token before it.
-    tokens = [token for token in range(5) if token != config.pad_token_id][:4]
-    input_ids = torch.tensor([tokens]) % config.vocab_size
-    layout = PackedLayout.of((4,), input_ids.device)
-    position_ids = torch.arange(4)[None]
-    windows: list[int | None] = []
-    theirs = model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout, windows_seen=windows
-    ).logits[0]
-    hidden = decode(model, {"input_ids": input_ids}, position_ids, layout)
-    ours = token_values(hidden, score_weight(model))[-1:] if head == "value" else hidden @ head_weight(model).T
-    not_finite = (name for name, p in model.named_parameters() if not p.isfinite().all())
-    if not theirs.isfinite().all() and (broken := next(not_finite, None)) is not None:
-        raise ModelError(
-            f"{name} is damaged, or was written by a run that diverged: {broken}{_file_of(name, broken)} has values "
-            "that are not finite"
-        )
-    if not torch.allclose(theirs.float(), ours, rtol=1e-3, atol=1e-4):
-        what = "values" if head == "value" else "log-probabilities"
-        raise ModelError(
-            f"{name}: {type(model).__name__} transforms its logits after the head (soft-capping or scaling); arl "
-            f"computes {what} from the head alone and cannot train it yet"
-        )
-    if types := getattr(config, "layer_types", None):
-        num_sliding = list(types).count("sliding_attention")
-    else:
-        num_sliding = config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
-    if sum(window is not None for window in windows) < num_sliding:
-        raise ModelError(
-            f"{name}: its config gives {num_sliding} layers a sliding window, but {type(model).__name__} does not pass "
-            "it to its attention function; arl would train the model without it"
-        )
+        if model.get_output_embeddings() is None:
+            raise ModelError(f"{name}: {type(model).__name__} has no language-model head to be trained")
+    transformer_layers(model)
+    for parameter, values in model.named_parameters():
+        if not values.isfinite().all():
+            raise ModelError(
+                f"{name} is damaged, or was written by a run that diverged: {parameter}{_file_of(name, parameter)} has "
+                "values that are not finite"
+            )
 
 
 def _file_of(model: str | Path, parameter: str) -> str:

@@ -40,9 +40,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from arl.api.errors import ConfigError, ModelError
 from arl.api.settings.engines import TrainConfig
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
-from arl.engine.fsdp.policy import TokenModel, transformer_layers
+from arl.engine.fsdp.policy import TokenModel
 from arl.engine.fsdp.ray_cluster import Lease
 from arl.engine.fsdp.vision import vision_tower
+from arl.engine.trial import transformer_layers
 
 
 class ProcessGroupLease(Lease):

@@ -6,7 +6,7 @@ tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,10 +21,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from arl.api.errors import ModelError
 from arl.api.sampling_mask import KeptIds
 from arl.api.train_engine import Head, TokenOutputs
-from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.minibatch import Microbatch
 from arl.engine.fsdp.vision import decoder_inputs
-from arl.engine.routers import ReplayedRoutes
+from arl.engine.fsdp.ways import RowDecoder
+from arl.engine.trial import decoder_of
 
 # Sharding gathers the root's weights for the backward pass when it reaches the outputs. torch before 2.13 finds them
 # only in registered records.
@@ -54,10 +54,11 @@ class TokenModel(nn.Module):
     `forward` itself uses the head's weights, so that sharding this module as the root gathers them when needed.
     """
 
-    def __init__(self, model: PreTrainedModel, head: Head = "policy", form: LogitsForm = LogitsForm()) -> None:
+    def __init__(self, decoder: RowDecoder, head: Head = "policy", form: LogitsForm = LogitsForm()) -> None:
         """form: of the language-model head, as `logits_form` finds it; plain by default."""
         super().__init__()
-        self.model = model
+        self.model = decoder.model
+        self.decode = decoder
         self.head: Head = head
         self.form = form
 
@@ -66,7 +67,7 @@ class TokenModel(nn.Module):
         if batch.images is not None:
             inputs = decoder_inputs(self.model, batch.input_ids, batch.images)
         # [M, H]: from which the trained tokens are predicted.
-        hidden = decode(self.model, inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
+        hidden = self.decode(inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
         if self.head == "value":
             values = token_values(hidden, score_weight(self.model))
             nothing = torch.zeros_like(values, requires_grad=False)
@@ -80,25 +81,6 @@ class TokenModel(nn.Module):
 def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden [M, H], weight [1, H] of a value head -> float32[M], summed in float32."""
     return hidden.float() @ weight.float()[0]
-
-
-def decode(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Any],
-    position_ids: torch.Tensor,
-    layout: PackedLayout,
-    routes: ReplayedRoutes | None = None,
-) -> torch.Tensor:
-    """The last hidden states [T, H] of a packed row. inputs: input_ids [1, T], or for a row with images what
-    `decoder_inputs` made of them. routes: only for layers that `Routers.replay_in` knows."""
-    given = {} if routes is None else {"replayed_routes": routes}
-    output = model.get_decoder()(**inputs, position_ids=position_ids, use_cache=False, packed_layout=layout, **given)
-    return output.last_hidden_state[0]
-
-
-def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's repeated blocks."""
-    return cast("nn.ModuleList", model.get_decoder().layers)
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
@@ -131,7 +113,7 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
     show the cap, as tanh becomes 1, and then those within the cap the scale. A number that the config has, or its
     inverse, is taken exactly. The model: in float32, on one device, not sharded. Raises ModelError for other logits.
     """
-    weight, bias, decoder = head_weight(model).detach(), head_bias(model), model.get_decoder()
+    weight, bias, decoder = head_weight(model).detach(), head_bias(model), decoder_of(model)
     sizes = 4.0 ** torch.arange(-3, 13, device=weight.device)[:, None]
     states = torch.randn(len(sizes), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
     states *= sizes / (states @ weight[:: len(weight) // 1024 + 1].T).abs().amax(dim=1, keepdim=True)

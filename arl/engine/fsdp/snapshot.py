@@ -28,7 +28,7 @@ from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp.lora import Adapters, MergedWeights, RankAdapter
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, whole_tensor
-from arl.engine.fsdp.policy import TokenModel, local_shard
+from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.saving import load_weights, read_progress
 from arl.engine.weights.distributed import byte_size, ranges, rows_of, torch_dtype, views
 from arl.engine.weights.process_groups import WeightSender
@@ -316,7 +316,7 @@ def export_weights(checkpoint: Path, model: str, directory: Path, *, adapter: bo
         if (origin := progress.lora) is not None:  # adapters in the same places; their values are read afterwards
             config = LoRAConfig(rank=origin.rank, alpha=origin.alpha, target_modules=tuple(origin.target_modules))
             adapters = Adapters(writer, model, config, "float32", seed=0)
-        policy = TokenModel(loaded.model)
+        policy = loaded.token_model()
         for name, parameter in policy.named_parameters():
             if name in progress.frozen:
                 parameter.requires_grad_(False)

@@ -40,12 +40,13 @@ from arl.engine.fsdp.minibatch import (
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.policy import Reference, TokenModel, local_shard, trained_parameters, transformer_layers
+from arl.engine.fsdp.policy import Reference, local_shard, trained_parameters
 from arl.engine.fsdp.saving import EngineCheckpoints, RankSaving, fingerprints
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.fsdp.vision import NoImages, check_images, vision_tower
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
+from arl.engine.trial import transformer_layers
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),
@@ -106,7 +107,7 @@ class FSDPTrainEngine:
                         raise ConfigError(what)
                     tower.requires_grad_(False)
                 adapters = Adapters(writer, model, config.lora, config.dtype, seed) if config.lora else None
-                self._policy = TokenModel(loaded.model, head)
+                self._policy = loaded.token_model()
                 shard(self._policy, mesh, config)
             self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_family
+from decoder_families import tiny_family
 from train_models import MakeEngine, Memory, load_twin, write_model
 from train_sequences import (
     LOSS,
@@ -26,16 +26,9 @@ from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp import policy as policy_models
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
-from arl.engine.fsdp.policy import (
-    LogitsForm,
-    TokenModel,
-    head_bias,
-    head_weight,
-    logits_form,
-    token_logprobs,
-    transformer_layers,
-)
+from arl.engine.fsdp.policy import LogitsForm, head_bias, head_weight, logits_form, token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.trial import transformer_layers
 
 M, H, V = 37, 8, 50
 FLOAT = 4
@@ -226,7 +219,7 @@ def test_memory_is_that_of_a_few_chunks_of_logits_and_the_weights_gradient(form:
 
 def test_a_training_pass_holds_no_logits_for_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policy_models, "LOGPROB_CHUNK_SIZE", 4)
-    policy = TokenModel(load_model(write_model(tmp_path, tied=True)).model)
+    policy = load_model(write_model(tmp_path, tied=True)).token_model()
     batch = build_microbatch(random_sequences(40), torch.device("cpu"))
     num_logits = len(batch.targets) * policy.model.config.vocab_size
     with Memory() as memory:

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, write_family
+from decoder_families import VOCABULARY, write_family
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp.lora import Adapters
-from arl.engine.fsdp.model import LoadedModel, ModelWriter
+from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease
 from arl.engine.local.adapters import LoadedAdapters
-from arl.engine.model_files import load_tokenizer
 from arl.engine.weights.distributed import torch_dtype
 
 TOKENS = torch.randint(VOCABULARY - 32, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -57,8 +56,9 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 def adapted(directory: Path, config: LoRAConfig) -> tuple[ModelWriter, Adapters]:
     """Adapters that were trained far from zero."""
-    config_file, tokenizer = AutoConfig.from_pretrained(directory), load_tokenizer(directory)
-    writer = ModelWriter(LoadedModel(model=load(directory), tokenizer=tokenizer, stored_config=config_file))
+    loaded = load_model(directory)
+    loaded.decoder.close()  # so that the model computes its own logits
+    writer = ModelWriter(loaded)
     adapters = Adapters(writer, directory, config, "float32", seed=0)
     generator = torch.Generator().manual_seed(1)
     for parameter in writer.model.parameters():

@@ -20,9 +20,12 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from arl.api.errors import ConfigError, ModelError
 from arl.api.train_engine import Head
+from arl.engine.fsdp import attention
+from arl.engine.fsdp.attention import masked_attention
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.parallel import split_layers
 from arl.engine.model_files import model_digest
@@ -87,30 +90,47 @@ FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_siz
 
 
 @pytest.mark.parametrize(
-    ("model_class", "config", "message"),
+    ("model_class", "config", "way"),
     [
-        (Gemma2ForCausalLM, {"attn_logit_softcapping": None, "final_logit_softcapping": 1.0}, "transforms its logits"),
-        (Gemma2ForCausalLM, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None}, None),
-        # The attention is told of windows in a Qwen3, but not in a Qwen2Moe.
-        (Qwen2MoeForCausalLM, WINDOWS | FEW_EXPERTS | {"max_window_layers": 2}, "gives 1 layers a sliding window"),
-        (Qwen3ForCausalLM, WINDOWS | {"max_window_layers": 1}, None),
+        (Gemma2ForCausalLM, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, "packed"),
+        (Qwen3ForCausalLM, WINDOWS | {"max_window_layers": 1}, "packed"),
+        # The attention is told of windows in a Qwen3, but not in a Qwen2Moe, whose mask alone has them.
+        (Qwen2MoeForCausalLM, WINDOWS | FEW_EXPERTS | {"max_window_layers": 2}, "apart sdpa"),
     ],
 )
-def test_what_a_packed_row_cannot_do_is_refused_rather_than_left_out(
-    tmp_path: Path, model_class: type[Any], config: dict[str, Any], message: str | None
+def test_the_first_way_that_is_right_is_chosen(
+    tmp_path: Path, model_class: type[Any], config: dict[str, Any], way: str
 ):
-    directory = write_model(tmp_path, model_class, **config, initializer_range=1.0)
-    if message is None:
-        load_model(directory)
-    else:
-        with pytest.raises(ModelError, match=message):
-            load_model(directory)
+    assert load_model(write_model(tmp_path, model_class, **config)).decoder.way == way
 
 
-def test_a_layer_type_that_cannot_be_packed_is_refused(tmp_path: Path):
+def test_a_soft_cap_that_is_lost_is_told_from_rounding_though_scores_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    directory = write_model(tmp_path, Gemma2ForCausalLM, **caps, initializer_range=0.02)
+    monkeypatch.setattr(attention, "masked_attention", lambda *args: masked_attention(*args[:6], None, args[7]))
+    assert load_model(directory).decoder.way == "apart eager"
+
+
+def test_a_model_that_no_way_computes_rightly_is_refused_by_its_kind_and_how_far_off(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    own = Qwen3DecoderLayer.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of a layer that mixes a batch's sequences."""
+        return own(self, hidden_states, *args, **kwargs) + hidden_states.mean(dim=(0, 1))
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", forward)
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM \(model_type qwen3, layers: full_attention\).*differ by"):
+        load_model(model_dir)
+
+
+def test_what_the_models_own_code_cannot_compute_is_refused(tmp_path: Path):
     model = build_model()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ModelError, match="linear_attention"):
+    with pytest.raises(ModelError, match=r"layers: full_attention, linear_attention\) cannot compute a short text"):
         load_model(save_model(model, tmp_path))
 
 

@@ -34,7 +34,6 @@ from arl.engine.fsdp.attention import (
 )
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
-from arl.engine.fsdp.policy import TokenModel
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -61,7 +60,7 @@ def test_a_row_gives_what_the_model_by_itself_gives_its_sequences_one_at_a_time(
     sequences = family_sequences() + random_sequences(6)
     assert min(len(s) for s in family_sequences()) > 2 * WINDOW
     write_model(tmp_path, model_class, **config)
-    policy, twin = TokenModel(load_model(tmp_path).model), load_twin(tmp_path)
+    policy, twin = load_model(tmp_path).token_model(), load_twin(tmp_path)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes)
     assert_row_gives_what_its_sequences_do(policy, batch, twin, sequences)
 

@@ -25,8 +25,9 @@ from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.engines import OptimizerConfig
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.engine.fsdp.attention import block_attention
-from arl.engine.fsdp.policy import local_shard, token_logprobs, transformer_layers
+from arl.engine.fsdp.policy import local_shard, token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine, learning_rate
+from arl.engine.trial import transformer_layers
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])

@@ -48,7 +48,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_by_itself(model_dir: 
     loaded = load_model(model_dir)
     assert loaded.processor is not None
     sequences = seeing_sequences(loaded.processor)
-    policy, twin = TokenModel(loaded.model), load_seeing_twin(model_dir)
+    policy, twin = loaded.token_model(), load_seeing_twin(model_dir)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes, processor=loaded.processor)
     assert_row_gives_what_its_sequences_do(policy, batch, twin, sequences)
 
@@ -65,7 +65,7 @@ class CountedPatches:
 
 def test_each_distinct_image_that_trained_tokens_follow_is_seen_once(model_dir: Path) -> None:
     loaded = load_model(model_dir)
-    processor, policy = loaded.processor, TokenModel(loaded.model)
+    processor, policy = loaded.processor, loaded.token_model()
     assert processor is not None
     counted, sequences = CountedPatches(policy), seeing_sequences(processor)
     policy(build_microbatch(sequences, CPU, processor=processor))

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from families import reference_logits, write_family
+from decoder_families import reference_logits, write_family
 from loaders import Receiver, Servers, mirror_here
 from published import Trainee, trainee
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig
-from arl.engine.fsdp.model import LoadedModel, ModelWriter
+from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.local.runner import ModelRunner, StepInput
 from arl.engine.local.slot_attention import Chunk
 from arl.engine.local.weight_receiver import WeightsError, check_fit, read_directory
-from arl.engine.model_files import file_dtypes, load_tokenizer
+from arl.engine.model_files import load_tokenizer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport, torch_dtype
@@ -91,20 +91,9 @@ def test_weights_that_were_released_come_back_with_the_biases_of_routers_or_not_
     torch.testing.assert_close(server.logits(), expected)
 
 
-def writer_of(directory: Path) -> ModelWriter:
-    return ModelWriter(
-        LoadedModel(
-            model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
-            tokenizer=load_tokenizer(directory),
-            stored_config=AutoConfig.from_pretrained(directory),
-            file_dtypes=file_dtypes(directory),
-        )
-    )
-
-
 def rewritten(directory: Path, target: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model that was loaded in float32 and written; its specs say what they are."""
-    writer = writer_of(directory)
+    writer = ModelWriter(load_model(directory))
     state = writer.model.state_dict()
     writer.write(target, {spec.name: state[spec.name].to(torch_dtype(spec)) for spec in writer.own_specs})
     written = load_file(target / "model.safetensors")
