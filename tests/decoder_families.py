@@ -53,11 +53,12 @@ _NUMBERS: dict[str, float] = {
         "moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size shared_expert_intermediate_size "
         "moe_shared_expert_intermediate_size prefix_dense_intermediate_size": 48,
         "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads linear_num_value_heads "
-        "linear_num_heads index_n_heads mamba_n_heads mamba_num_heads n_mamba_heads num_experts n_routed_experts "
+        "linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads num_experts n_routed_experts "
         "moe_num_experts num_local_experts hc_lowrank laurel_rank gated_norm_rank d_rel adapter_rank": 4,
         "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok moe_topk "
         "moe_k moe_top_k n_groups n_group index_topk_blocks num_mem_blocks zero_expert_num": 2,
         "qk_head_dim": 24,
+        "index_n_heads": 32,  # with few, several tokens have the score 0, and which are chosen is left open
         "head_dim dim_head kv_channels swa_head_dim v_head_dim qk_nope_head_dim linear_key_head_dim state_size "
         "linear_value_head_dim linear_head_dim index_head_dim kv_lora_rank mamba_d_state ssm_state_size mamba_head_dim "
         "hidden_size_per_layer_input q_lora_rank o_lora_rank router_hidden_size floor_scale mamba_d_head "

@@ -43,7 +43,7 @@ WINGS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Each wing, its floor, and the wings that it may import. docs/architecture.md shows the same table."""
 WITHIN_ENGINE = {
-    "local": ("frames", "linear_layers", "model_files", "routers"),
+    "local": ("frames", "linear_layers", "model_files", "routers", "trial"),
     "client": ("frames", "fsdp.ray_cluster"),
     "weights": ("local.weight_receiver",),
     "fsdp": ("weights", "linear_layers", "model_files", "routers", "trial"),

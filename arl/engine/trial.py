@@ -174,9 +174,9 @@ def own_states(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tens
     return [output.last_hidden_state[0] for output in outputs]
 
 
-@torch.no_grad()
-def moved_states(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`own_states`, after each number of the embeddings has moved by float32's eps of itself, up or down."""
+@contextmanager
+def moved(model: Any) -> Iterator[None]:
+    """Each number of the embeddings moves by float32's eps of itself, up or down."""
 
     def move(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         is_up = (torch.arange(output.numel(), device=output.device) * 7919 % 13 < 6).view(output.shape)
@@ -185,9 +185,15 @@ def moved_states(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Te
 
     hook = model.get_input_embeddings().register_forward_hook(move)
     try:
-        return own_states(model, sequences)
+        yield
     finally:
         hook.remove()
+
+
+def moved_states(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`own_states`, with the embeddings `moved`."""
+    with moved(model):
+        return own_states(model, sequences)
 
 
 def compared(

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,6 +135,25 @@ class LoadedAdapters:
             if owner is not None:
                 is_alone = len(places) == 1
                 self._groups.append((owner, None if is_alone else torch.tensor(of_owner, device=device)))
+
+    @contextmanager
+    def within(self, tokens: slice) -> Iterator[None]:
+        """Layers see only these of the step's tokens meanwhile."""
+        whole = self._groups
+        if whole:
+            self._groups = []
+            for adapter, places in whole:
+                inside = None
+                if places is not None:
+                    inside = places[(places >= tokens.start) & (places < tokens.stop)] - tokens.start
+                if inside is None or len(inside) == tokens.stop - tokens.start:
+                    self._groups.append((adapter, None))
+                elif len(inside):
+                    self._groups.append((adapter, inside))
+        try:
+            yield
+        finally:
+            self._groups = whole
 
     @property
     def is_used(self) -> bool:

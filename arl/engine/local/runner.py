@@ -1,18 +1,22 @@
 """The model: loaded from a directory, run over a step's tokens, given new weights, and released from memory.
 
-The model's own code runs over the slot cache. The common decoder takes a shorter way, if both agree.
+The model's own code computes all tokens of a step together, over the slot cache ("slots"). The common decoder takes a
+shorter way. Models with recurrent modules have states beside the slots ("states"). The rest computes one sequence after
+another, each with a cache of transformers' own ("own"). The first of these ways that agrees with the model's own full
+forward pass on a few tokens is taken.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,11 +36,24 @@ from arl.api.settings.engines import DEFAULT_CONTEXT_LENGTH
 from arl.data.image_processor import FAMILIES, ImageProcessor
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
-from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, SlotCache
+from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, SlotCache, computing
+from arl.engine.local.states import ModelSurvey, OwnCache, StateCache
 from arl.engine.local.vision import PART, ShownImages, Tower
 from arl.engine.local.weight_receiver import StoredForm, WeightsError, check_fit, named
 from arl.engine.model_files import file_dtypes
 from arl.engine.routers import Routers, find_routers
+from arl.engine.trial import (
+    attending,
+    compared,
+    decoder_of,
+    described,
+    easily_told,
+    in_float32,
+    moved,
+    probe_sequences,
+    remembered,
+    watched,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +68,15 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.jso
 
 _HEAD_ROWS = 256
 """Rows of logits held at a time to compute logprobs of given tokens; a row is as long as the vocabulary."""
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+"""What transformers' models call the cache that they take and return."""
+
+WAYS = ("slots", "states many", "states one", "own many", "own one", "own many eager", "own never eager")
+"""How the server computes, the fastest first. many, one: with so many tokens of a prompt at a time the model's code
+goes on from a state, or from a cache. never: it computes all tokens again. eager: transformers' attention function."""
+_TRIAL_PIECES = ((8, 1, 1, 1), (3, 4, 2, 1))
+"""The trial's two rows by steps: chunks of a prompt, at first, and then single tokens."""
 
 _SHARED_LOGITS = 1 << 20
 """Threads share the head and the sampling from so many logits on."""
@@ -106,10 +132,10 @@ class ModelRunner:
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.tokenizer = _read_tokenizer(model_dir)
-        limit = text_config.max_position_embeddings
-        self.context_length = context_length or min(limit, DEFAULT_CONTEXT_LENGTH)
-        if self.context_length > limit:
-            raise ModelError(f"context_length is {context_length}; the model has positions for {limit} tokens at most")
+        limit, why = _longest(text_config)
+        self.context_length = context_length or min(limit or DEFAULT_CONTEXT_LENGTH, DEFAULT_CONTEXT_LENGTH)
+        if limit is not None and self.context_length > limit:
+            raise ModelError(f"context_length is {context_length}; {why} {limit} tokens at most")
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
         takes_images = self.config.model_type in FAMILIES and not self.is_scorer
         kind: Any = AutoModelForCausalLM
@@ -139,25 +165,134 @@ class ModelRunner:
         if takes_images:
             self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._threads.share_operations)
         self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
-        self.cache = _slot_cache(text_config, self.model, max_rows, self.context_length)
         self.released: frozenset[MemoryPart] = frozenset()
         """The parts whose memory is released now."""
         self._lacks_weights = False
         """The weights are released, or not loaded again since."""
         self._sizes: dict[torch.UntypedStorage, int] = {}
         """The storages that were released, and how many bytes each had."""
+        self._called = decoder_of(self.model) if self.is_scorer else self.model
+        self._takes = inspect.signature(self._called.forward).parameters
+        self._max_rows = max_rows
+        self._own_attention: str = decoder_of(self.model).config._attn_implementation
+        self.cache: Any = OwnCache("many")
+        """The SlotCache, StateCache or OwnCache of its way."""
         self._fused: FusedDecoder | None = None
-        self._try()
+        self.way = remembered(model_dir, {"serves": type(self.model).__name__}, self._find_way)
+        """One of WAYS."""
+        survey = self._survey()
+        self._go(self.way, survey)
+        if self.way == "slots" and not any(window and window < self.context_length for *_, window in survey.shapes):
+            self._try_fused()
 
     def close(self) -> None:
         """End its threads."""
         self._threads.close()
 
+    # ---- its way ----------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
-    def _try(self) -> None:
-        """Compute a few tokens; refuse a model that does not fit the slot cache. If the shorter way agrees, take it."""
-        if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
-            raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
+    def _find_way(self) -> str:
+        """The first of WAYS that computes what the model's own code computes. Raises ModelError if none does."""
+        name, float32 = type(self.model).__name__, torch.empty(0, device=self.device)
+        rows = [
+            sequence.tolist()[: sum(sizes)]
+            for sequence, sizes in zip(probe_sequences(self.config), _TRIAL_PIECES, strict=False)
+        ]
+        refused: list[str] = []
+        with watched() as scores:
+            survey = self._survey()
+        with in_float32(self.model), easily_told(self.model, scores):
+            own = self._own_logits(rows)
+            with moved(self.model):
+                others = self._own_logits(rows)
+        for way in WAYS:
+            try:
+                with in_float32(self.model), easily_told(self.model, scores):
+                    self._go(way, survey, float32)
+                    difference, bound = compared(own, others, self._computed(rows))
+                if difference <= bound:
+                    self._go(way, survey)
+                    self._computed(rows)  # it must not raise in the model's dtype either
+                    log.info("%s is served by %s. %s", name, way, "; ".join(refused))
+                    return way
+                refused.append(f"{way}: logits differ by {difference:.2g}, and rounding explains {bound:.1g}")
+            except Exception as error:  # noqa: BLE001 - the model's code, used as it was not meant to be
+                refused.append(f"{way}: {type(error).__name__}: {error}".splitlines()[0])
+        raise ModelError(
+            f"{described(self.model)} cannot be served: in none of its ways does the embedded server compute what the "
+            f"model's own code does ({'; '.join(refused)})"
+        )
+
+    @torch.inference_mode()
+    def _survey(self) -> ModelSurvey:
+        decoder = decoder_of(self.model)
+        decoder.config._attn_implementation_internal = SLOT_ATTENTION
+        tokens = probe_sequences(self.config)[0].to(self.device)
+        return ModelSurvey.of(decoder, lambda: decoder(input_ids=tokens[None], use_cache=True))
+
+    def _go(self, way: str, survey: ModelSurvey, like: torch.Tensor | None = None) -> None:
+        """Compute this way from now on, over an empty cache. like: has the dtype of keys and values, if not the
+        model's. Raises ModelError if the model does not have what the way needs."""
+        kind, goes_on, *attention = *way.split(), ""
+        for module in survey.recurrent:
+            vars(module).pop("forward", None)  # a former cache's
+        config = decoder_of(self.model).config
+        own = "eager" if "eager" in attention else self._own_attention
+        config._attn_implementation_internal = own if kind == "own" else SLOT_ATTENTION
+        if kind == "own":
+            self.cache = OwnCache(goes_on)
+            return
+        if survey.error is not None:
+            raise survey.error
+        if (kind == "slots") == bool(survey.recurrent):
+            raise ModelError("it has no recurrent modules" if kind == "states" else "it has recurrent modules")
+        sizes: Any = {
+            "num_layers": len(survey.shapes),
+            "num_kv_heads": max((heads for heads, *_ in survey.shapes), default=1),
+            "head_dim": max((size for _, size, _ in survey.shapes), default=1),
+            "max_rows": self._max_rows,
+            "max_length": max(self.context_length, *map(sum, _TRIAL_PIECES)),
+            "like": next(self.model.parameters()) if like is None else like,
+        }
+        if kind == "slots":
+            self.cache = SlotCache(**sizes)
+        else:
+            self.cache = StateCache(survey, goes_on, decoder_of(self.model).config, self.adapters, **sizes)
+            chunk = Chunk(row=0, start=0, length=1)
+            self.forward(StepInput(token_ids=[0], positions=[0], chunks=[chunk]))  # it shows what states there are
+
+    def _own_logits(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """[T, vocabulary] of each row, by the model's own code with all tokens at once."""
+        with attending(self.model, "eager"):
+            ids = [torch.tensor([tokens], device=self.device) for tokens in rows]
+            return [self._output(None, input_ids=row, use_cache=False).logits[0].float() for row in ids]
+
+    def _computed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The same, by steps as the server makes them: in chunks, and then token after token, together."""
+        self.cache.clear()
+        logits: list[list[torch.Tensor]] = [[], []]
+        done = [0, 0]
+        for number, sizes in enumerate(zip_longest(*_TRIAL_PIECES, fillvalue=0)):
+            spans = [(row, done[row], done[row] + size) for row, size in enumerate(sizes) if size]
+            step = StepInput(
+                token_ids=[token for row, start, end in spans for token in rows[row][start:end]],
+                positions=[i for _, start, end in spans for i in range(start, end)],
+                chunks=[
+                    Chunk(row=row, start=start, length=end - start) for row, start, end in spans if number <= 1 + row
+                ],
+            )
+            self.cache.reserve(len(rows), max(step.positions) + 1)
+            parts = self.forward(step)[0].split([end - start for _, start, end in spans])
+            for (row, _, end), part in zip(spans, parts, strict=True):
+                logits[row].append(part)
+                done[row] = end
+        self.cache.clear()
+        return [torch.cat(parts).float() for parts in logits]
+
+    @torch.inference_mode()
+    def _try_fused(self) -> None:
+        """Take the shorter way if it agrees with the model's own code on a few tokens."""
         tokens = list(range(min(4, self.context_length, self.vocab_size)))
         rotary, shown = None, None
         if self.tower is not None:  # an image at the first token, and positions around it
@@ -167,11 +302,7 @@ class ModelRunner:
             rotary = np.add.outer(np.arange(3), np.arange(len(tokens))) % len(tokens)
         chunk = Chunk(row=0, start=0, length=len(tokens))
         whole = StepInput(token_ids=tokens, positions=tokens, chunks=[chunk], rotary=rotary, shown=shown)
-        try:
-            own, _ = self.forward(whole)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            name = type(self.model).__name__
-            raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
+        own, _ = self.forward(whole)
         roundings = (128 if own.dtype == torch.float32 else 8) * torch.finfo(own.dtype).eps * own.abs().max().item()
         try:
             self._fused = FusedDecoder(self.model, self.adapters, self.context_length)
@@ -180,6 +311,8 @@ class ModelRunner:
             agrees = False
         if not agrees:
             self._fused = None
+
+    # ---- steps ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
@@ -212,29 +345,69 @@ class ModelRunner:
             states = self._in_parts(self._fused, step, ids, places, tokens[1])
             return self._fused.final(states if kept is None else states[kept]), self._head
         self._threads.share_operations(len(ids))
-        batch = SlotBatch.of(self.cache, tokens[1], step.chunks)
-        if self.is_scorer or self.tower is not None:
-            states = self._decoded(ids, places, batch, step.shown)
-            return (states if kept is None else states[kept]), self._head
-        ids, places = ids[None], places[None]
+        if isinstance(self.cache, OwnCache):
+            return self._one_by_one(self.cache, step, ids, kept), lambda logits: logits
+        batch, passing = SlotBatch.of(self.cache, tokens[1], step.chunks), nullcontext()
+        if isinstance(self.cache, StateCache):
+            passing = self.cache.passing(tokens[1], step.chunks)
+        with computing(batch), passing:
+            if self.tower is not None:
+                states = self._decoded(ids, places, step.shown)
+                return (states if kept is None else states[kept]), self._head
+            output = self._output(kept, input_ids=ids[None], position_ids=places[None], use_cache=False)
+        return output.logits[0], lambda logits: logits
+
+    def _output(self, kept: torch.Tensor | None, **inputs: Any) -> Any:
+        """What the model's own code returns for one sequence, with logits [1, len(kept), vocabulary]. kept: indices of
+        the tokens that need logits; None: all do. It gets those of the inputs that it takes."""
+        takes = self._takes
+        if kept is not None and "logits_to_keep" in takes:
+            inputs["logits_to_keep"] = kept
         with nullcontext() if self.routers is None else self.routers.recording() as recorded:
-            logits = self.model(
-                input_ids=ids,
-                position_ids=places,
-                use_cache=False,
-                logits_to_keep=0 if kept is None else kept,
-                slot_batch=batch,
-            ).logits[0]
+            output = self._called(**{name: value for name, value in inputs.items() if name in takes})
         if self.routers is not None and recorded is not None:
             self.experts = self.routers.experts_of(recorded)
-        return logits, lambda logits: logits
+        if self.is_scorer:
+            output.logits = self._head(output.last_hidden_state)
+        if kept is not None and "logits_to_keep" not in takes:
+            output.logits = output.logits[:, kept]
+        return output
 
-    def _decoded(
-        self, ids: torch.Tensor, places: torch.Tensor, batch: SlotBatch, shown: ShownImages | None
+    def _one_by_one(
+        self, cache: OwnCache, step: StepInput, ids: torch.Tensor, kept: torch.Tensor | None
     ) -> torch.Tensor:
+        """The logits of the tokens at `kept`, each row by the model's own code over its own cache."""
+        kept = torch.arange(len(ids), device=self.device) if kept is None else kept
+        order = kept.argsort()
+        results, experts = list[torch.Tensor](), list[np.ndarray]()
+        start = 0
+        for run in cache.runs(step.positions, step.chunks):
+            tokens = slice(start, start + run.length)
+            start = tokens.stop
+            new, known = ids[tokens], cache.rows.get(run.row) if run.start else None
+            if cache.goes_on == "never":
+                new = new if known is None else torch.cat([known, new])
+                inputs = {"use_cache": False}
+            else:
+                inputs = {"use_cache": True, "position_ids": torch.arange(run.start, run.end, device=self.device)[None]}
+                inputs |= {} if known is None else dict.fromkeys(_CACHE_NAMES, known)
+            wanted = kept[order]
+            wanted = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - tokens.stop + len(new)
+            with self.adapters.within(tokens):
+                output = self._output(wanted, input_ids=new[None], **inputs)
+            results.append(output.logits[0])
+            if self.experts is not None:
+                experts.append(self.experts[-run.length :])
+            if cache.goes_on != "never":
+                new = next(output[name] for name in _CACHE_NAMES if output.get(name) is not None)
+            cache.rows[run.row] = new
+        self.experts = np.concatenate(experts) if experts else None
+        return torch.cat(results)[order.argsort()]
+
+    def _decoded(self, ids: torch.Tensor, places: torch.Tensor, shown: ShownImages | None) -> torch.Tensor:
         """The decoder's own output [N, hidden]."""
         decoder = self.model.get_decoder()
-        inputs: dict[str, Any] = {"position_ids": places[..., None, :], "use_cache": False, "slot_batch": batch}
+        inputs: dict[str, Any] = {"position_ids": places[..., None, :], "use_cache": False}
         if shown is None:
             return decoder(input_ids=ids[None], **inputs).last_hidden_state[0]
         states = decoder.embed_tokens(ids)
@@ -399,14 +572,9 @@ def _read_tokenizer(model_dir: str) -> Any | None:
 
 
 def _read_model(model_dir: str, kind: Any, dtype: torch.dtype) -> Any:
-    """kind: the class of transformers that loads it. Its tower, if any, sees all of an image at once."""
-    attention: Any = SLOT_ATTENTION
-    if kind is AutoModelForImageTextToText:
-        attention = {"": SLOT_ATTENTION, "text_config": SLOT_ATTENTION, "vision_config": "sdpa"}
+    """kind: the class of transformers that loads it."""
     try:
-        loaded: Any = kind.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
+        loaded: Any = kind.from_pretrained(model_dir, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded: {error}") from error
     model, loading = loaded
@@ -425,18 +593,12 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _slot_cache(config: Any, model: Any, max_rows: int, max_length: int) -> SlotCache:
-    """config: of the model's decoder."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, whose heads the model expands
-        head_dim, num_kv_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.num_attention_heads
-        head_dim = max(head_dim, config.v_head_dim)
-    return SlotCache(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_rows=max_rows,
-        max_length=max_length,
-        like=next(model.parameters()),
-    )
+def _longest(config: Any) -> tuple[int | None, str]:
+    """How many tokens a sequence may have, if there is a limit, and a sentence that ends with it. config: of the
+    decoder."""
+    limit, why = getattr(config, "max_position_embeddings", None), "the model has positions for"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") == "longrope":
+            limit, why = kind["original_max_position_embeddings"], "longrope turns longer sequences otherwise than"
+    return limit, why

@@ -22,7 +22,7 @@ from arl.api.sampling_mask import SetTable
 from arl.api.settings.engines import RELEASED
 from arl.engine.local.runner import MemoryPart, ModelRunner
 from arl.engine.local.sampler import Allowed, BatchSampler, Constraint, Samples, StopStrings, random_stream
-from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
+from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan
 from arl.runtime.http.bodies import RequestError
 
 
@@ -76,7 +76,8 @@ class RunningBatch:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._stop_strings = StopStrings(runner.tokenizer)
-        self._prefixes = PrefixIndex(prefix_cache_bytes)
+        self._can_rewind = runner.cache.can_rewind
+        self._prefixes = PrefixIndex(prefix_cache_bytes, can_rewind=self._can_rewind)
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
         self._num_decoding = 0
@@ -124,7 +125,7 @@ class RunningBatch:
             Row(
                 tokens,
                 extra_key=extra_key,
-                keys=prefix_keys(tokens, extra_key),
+                keys=self._prefixes.keys(tokens, extra_key),
                 job=job,
                 adapter=adapter,
                 max_length=len(job.input_ids) + sampling.max_new_tokens,
@@ -167,7 +168,7 @@ class RunningBatch:
         alike = self._admit()
         while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
             self._num_decoding += 1
-        plan = StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
+        plan = StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens, can_rewind=self._can_rewind)
         return self._follow(plan, alike) if alike and plan.num_sampled == len(self._rows) else plan
 
     def _run(self, plan: StepPlan) -> tuple[torch.Tensor, list[float]]:
@@ -273,7 +274,7 @@ class RunningBatch:
         if not row.is_mixed:
             kv = self._runner.cache.export(row.index, row.num_computed)
             tokens = row.tokens[: row.num_computed]
-            keys = prefix_keys(tokens, row.extra_key, row.keys)
+            keys = self._prefixes.keys(tokens, row.extra_key, row.keys)
             experts = None if row.experts is None else row.experts[: row.num_computed].copy()
             self._prefixes.add(Retained(tokens, row.num_computed, row.extra_key, keys=keys, kv=kv, experts=experts))
 
@@ -291,7 +292,8 @@ class RunningBatch:
                 row = self._waiting.popleft()
                 prefix, common = self._prefixes.find(row) or (None, 0)
                 is_alike = False
-                if isinstance(prefix, Row) and row.num_reusable == common - 1 and prefix.tokens == row.tokens:
+                needs_all = self._can_rewind and row.num_reusable == common - 1
+                if needs_all and isinstance(prefix, Row) and prefix.tokens == row.tokens:
                     alike[row], is_alike = prefix, True
                 common = min(common, row.num_reusable)  # beyond it, logits are needed
                 if is_alike or (prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1)):
@@ -387,7 +389,7 @@ class RunningBatch:
         """Put the running sequences back to the head of the queue, without their keys and values."""
         rows = self._take_out_all()
         for row in rows:
-            row.keys = prefix_keys(row.tokens, row.extra_key, row.keys)
+            row.keys = self._prefixes.keys(row.tokens, row.extra_key, row.keys)
         self._waiting.extendleft(reversed(rows))
 
     def _take_out_all(self) -> list[Row]:

@@ -26,7 +26,7 @@ from arl.engine.local.slot_attention import Chunk
 from arl.engine.local.vision import ShownImages, Tower, View
 
 _BLOCK = 16
-"""Prefixes are indexed at multiples of this many tokens, and at a sequence's end."""
+"""Prefixes that can be rewound are indexed at multiples of this many tokens, and at a sequence's end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,20 +137,25 @@ class Prefix:
     experts: np.ndarray | None = field(default=None, kw_only=True)
     """[at least num_computed, layers, experts per token]: its tokens' routes, in a mixture of experts."""
     keys: list[tuple[int, int]] = field(kw_only=True)
-    """(length, key of the first `length` tokens), as `prefix_keys` makes them; a PrefixIndex finds it by these."""
+    """(length, key of the first `length` tokens), as PrefixIndex.keys makes them."""
 
 
 @dataclass(slots=True, eq=False)
 class Retained(Prefix):
-    kv: torch.Tensor = field(kw_only=True)
-    """Its exported cache row [2, layers, kv heads, num_computed, head dim]."""
+    kv: Any = field(kw_only=True)
+    """Its exported cache row, of all its tokens."""
 
 
 class PrefixIndex:
-    """Finds running and retained prefixes by tokens. max_bytes: for retained ones; the least recently used go first."""
+    """Finds running and retained prefixes by tokens. max_bytes: for retained ones; the least recently used go first.
 
-    def __init__(self, max_bytes: int) -> None:
+    can_rewind: the first tokens of a prefix serve without the others. Else a retained prefix serves only whole, and a
+    running one only before its last token; both are indexed by their ends.
+    """
+
+    def __init__(self, max_bytes: int, *, can_rewind: bool = True) -> None:
         self._max_bytes = max_bytes
+        self._can_rewind = can_rewind
         self._num_bytes = 0
         self._by_key: dict[int, Prefix] = {}
         self._retained: OrderedDict[Retained, None] = OrderedDict()
@@ -160,7 +165,9 @@ class PrefixIndex:
         best, length = None, 0
         for indexed_length, key in row.keys:
             if (prefix := self._by_key.get(key)) and prefix.extra_key == row.extra_key:
-                best, length = prefix, indexed_length
+                end = len(prefix.tokens) - (not isinstance(prefix, Retained))
+                if self._can_rewind or end <= min(indexed_length, row.num_reusable):
+                    best, length = prefix, indexed_length
         if best is None or best.tokens[:length] != row.tokens[:length]:  # hashes may be equal by chance
             return None
         end = min(len(best.tokens), len(row.tokens))
@@ -172,7 +179,7 @@ class PrefixIndex:
 
     def add(self, prefix: Prefix) -> None:
         """Make a prefix findable by its keys; retain it if it brings its keys and values."""
-        for _, key in prefix.keys:
+        for _, key in prefix.keys if self._can_rewind else prefix.keys[-1:]:
             self._by_key[key] = prefix
         if isinstance(prefix, Retained):
             self._retained[prefix] = None
@@ -193,23 +200,25 @@ class PrefixIndex:
         self._retained.clear()
         self._num_bytes = 0
 
+    def keys(
+        self, tokens: Sequence[int], extra_key: str, begun: Sequence[tuple[int, int]] = ()
+    ) -> list[tuple[int, int]]:
+        """(length, key of the first `length` tokens) at the end of each block and of the sequence.
 
-def prefix_keys(tokens: Sequence[int], extra_key: str, begun: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-    """(length, key of the first `length` tokens) at the end of each block and of the sequence.
-
-    begun: keys of the same sequence when it was shorter. They stay, also the one of its end then.
-    """
-    keys = list(begun)
-    first, key = 0, hash(extra_key)
-    for length, known in reversed(begun):
-        if length % _BLOCK == 0:
-            first, key = length, known
-            break
-    for start in range(first, len(tokens), _BLOCK):
-        end = min(start + _BLOCK, len(tokens))
-        key = hash((key, *tokens[start:end]))
-        keys.append((end, key))
-    return keys
+        begun: keys of the same sequence when it was shorter. They stay, also the one of its end then.
+        """
+        block = _BLOCK if self._can_rewind else 1
+        keys = list(begun)
+        first, key = 0, hash(extra_key)
+        for length, known in reversed(begun):
+            if length % block == 0:
+                first, key = length, known
+                break
+        for start in range(first, len(tokens), block):
+            end = min(start + block, len(tokens))
+            key = hash((key, *tokens[start:end]))
+            keys.append((end, key))
+        return keys
 
 
 @dataclass(slots=True, eq=False)
@@ -265,17 +274,22 @@ class StepPlan:
     """The place in `rows` of the row that each follower has the tokens of; followers of one stand together."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row], num_decoding: int, prefill_tokens: int) -> StepPlan:
+    def of(cls, rows: Sequence[Row], num_decoding: int, prefill_tokens: int, *, can_rewind: bool = True) -> StepPlan:
         """The next step of a batch. Each of the first `num_decoding` rows lacks one token.
 
-        prefill_tokens: most tokens in all chunks. A row gets a chunk only if every row before it ends with its chunk.
+        prefill_tokens: most tokens in all chunks. A row gets its last chunk only if every row before it does. If rows
+        cannot be rewound, the last token of a prompt is a chunk by itself: the row before it serves equal prompts.
         """
         chunks: list[Chunk] = []
+        all_end = True
         for row in rows[num_decoding:]:
-            if prefill_tokens == 0:
+            length = min(row.num_pending if can_rewind else max(row.num_pending - 1, 1), prefill_tokens)
+            ends = length == row.num_pending
+            if length == 0 or (ends and not all_end):
                 break
-            chunks.append(Chunk(row=row.index, start=row.num_computed, length=min(row.num_pending, prefill_tokens)))
-            prefill_tokens -= chunks[-1].length
+            all_end = all_end and ends
+            chunks.append(Chunk(row=row.index, start=row.num_computed, length=length))
+            prefill_tokens -= length
         rows = rows[: num_decoding + len(chunks)]
         decoding, prefilling = rows[:num_decoding], rows[num_decoding:]
         parts = list(zip(prefilling, chunks, strict=True))

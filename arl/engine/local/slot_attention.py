@@ -3,13 +3,19 @@
 Each running sequence has one contiguous row of keys and values, so a batch is a view and needs no gather. A forward
 pass takes all tokens of a step as one sequence: first one token of each decoding sequence (cache rows 0, 1, ...), then
 the chunks of prompts (the rows after them). Linear layers see them together; attention separates them again.
+
+Each call of the attention function in a pass has keys and values of its own, whatever module makes it: calls are
+numbered in their order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from arl.api.errors import ModelError
+from arl.engine.trial import note_scores
 
 SLOT_ATTENTION = "arl_slot_attention"
 """transformers knows the function by this name."""
@@ -28,6 +35,9 @@ _BLOCK_ROWS = 16
 _QUICK_PRODUCT = 400
 """torch multiplies batches of smaller matrices (inner size times context) one number after another on a CPU."""
 
+_MOST_SCORES = 1 << 26
+"""Most scores that are held at a time where torch's fused attention cannot compute them."""
+
 _FIRST_ROWS = 8
 _FIRST_CAPACITY = 256
 """A new cache's rows, and the positions of each. The cache doubles whichever runs out."""
@@ -35,6 +45,9 @@ _FIRST_CAPACITY = 256
 
 class SlotCache:
     """Keys and values [layers, 2, rows, kv heads, capacity, head dim]; row i belongs to the i-th running sequence."""
+
+    can_rewind = True
+    """Whether the first positions of a row can be used without the others."""
 
     def __init__(
         self, *, num_layers: int, num_kv_heads: int, head_dim: int, max_rows: int, max_length: int, like: torch.Tensor
@@ -44,7 +57,8 @@ class SlotCache:
         self._num_layers, self._max_rows = num_layers, max_rows
         self.device, self._dtype = like.device, like.dtype
         both = torch.tensor([0.0, -torch.inf], dtype=like.dtype, device=like.device)
-        self._seen_then_hidden = both.repeat_interleave(max_length)
+        self._seen_then_hidden = {max_length: both.repeat_interleave(max_length)}
+        """By window: what each of `max_length` positions is to the last of them, and as many more positions."""
         self.resume()
 
     @property
@@ -63,7 +77,7 @@ class SlotCache:
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
         """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
         size = (self._num_layers, 2, num_rows, self.num_kv_heads, capacity, self.head_dim)
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or 0 in size:
             return torch.zeros(size, dtype=self._dtype, device=self.device)
         # Unlike torch's, numpy's zeros take memory and time only once they are touched.
         zeros = np.zeros(math.prod(size) * self._dtype.itemsize, np.uint8)
@@ -106,10 +120,17 @@ class SlotCache:
         keys, values = self._data[:, :, first:last, :, :context].unbind(1)
         return keys, values
 
-    def bias(self, positions: np.ndarray, context: int) -> torch.Tensor:
-        """[*positions, context]: 0 for what a token at each position sees, and -inf for what comes after it."""
+    def bias(self, positions: np.ndarray, context: int, window: int | None = None) -> torch.Tensor:
+        """[*positions, context]: 0 for what a token at each position sees, and -inf for the rest.
+
+        It sees itself and what comes before it, or only the last `window` of these.
+        """
+        window = min(window or self.max_length, self.max_length)
+        if (seen := self._seen_then_hidden.get(window)) is None:
+            seen = self._seen_then_hidden[window] = self._seen_then_hidden[self.max_length].clone()
+            seen[: self.max_length - window] = -torch.inf
         starts = torch.from_numpy(np.maximum(self.max_length - 1 - positions, 0)).to(self.device)
-        return self._seen_then_hidden.unfold(0, context, 1)[starts]
+        return seen.unfold(0, context, 1)[starts]
 
     def clear(self) -> None:
         """Forget everything, and with it any numbers that are not finite."""
@@ -124,11 +145,11 @@ class SlotCache:
         row = self._data[:, :, source : source + 1, :, :length]
         self._data[:, :, first:last, :, :length] = row
 
-    def export(self, row: int, length: int) -> torch.Tensor:
-        """A copy of a row's first `length` positions: [layers, 2, kv heads, length, head dim]."""
+    def export(self, row: int, length: int) -> Any:
+        """A copy of a row's first `length` positions, for `restore`; it has `nbytes`."""
         return self._rows[row].narrow(3, 0, length).clone(memory_format=torch.contiguous_format)
 
-    def restore(self, row: int, exported: torch.Tensor, length: int) -> None:
+    def restore(self, row: int, exported: Any, length: int) -> None:
         """Write the first `length` positions of an exported row into `row`."""
         self._rows[row].narrow(3, 0, length).copy_(exported.narrow(3, 0, length))
 
@@ -156,8 +177,12 @@ class Segment:
     """For each layer [rows * kv heads, context, head dim]."""
     tokens: slice
     """Theirs among the tokens of the batch."""
+    positions: np.ndarray
+    """[rows * kv heads, 1], or [1, 1] where all rows have the same length."""
     bias: torch.Tensor
-    """0 or -inf: [rows * kv heads, 1, context], or [1, 1, context] where all rows have the same length."""
+    """[*positions, context], 0 or -inf."""
+    biases: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    """The same for each sliding window that a layer has asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,8 +196,12 @@ class Window:
     """The batch's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
     filled: torch.Tensor | None
     """A mask of the rows * longest places that are not padding; None if none is padding."""
+    positions: np.ndarray
+    """[rows, 1, longest]"""
     bias: torch.Tensor | None
-    """[rows, 1, longest, context], 0 or -inf; None for a single chunk that begins its prompt."""
+    """[*positions, context], 0 or -inf; None for a single chunk that begins its prompt."""
+    biases: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    """The same for each sliding window that a layer has asked for; never None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,6 +214,8 @@ class SlotBatch:
     """They cover the decoding sequences in order."""
     windows: Sequence[Window]
     """They cover the chunks in order."""
+    calls: Iterator[int] = field(default_factory=count)
+    """Numbers the calls of `slot_attention`."""
 
     @classmethod
     def of(cls, cache: SlotCache, positions: np.ndarray, chunks: Sequence[Chunk], first_row: int = 0) -> SlotBatch:
@@ -230,10 +261,14 @@ def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: 
     places = positions[tokens]
     context = max(int(places.max()) + 1, min(-(-_QUICK_PRODUCT // cache.head_dim), cache.capacity))
     is_one_length = places.min() == places.max()
-    bias = cache.bias((places[:1] if is_one_length else np.repeat(places, cache.num_kv_heads))[:, None], context)
+    positions = (places[:1] if is_one_length else np.repeat(places, cache.num_kv_heads))[:, None]
     keys, values = cache.view(first_row + tokens.start, first_row + tokens.stop, context)
     return Segment(
-        keys=keys.flatten(1, 2).transpose(2, 3).unbind(), values=values.flatten(1, 2).unbind(), tokens=tokens, bias=bias
+        keys=keys.flatten(1, 2).transpose(2, 3).unbind(),
+        values=values.flatten(1, 2).unbind(),
+        tokens=tokens,
+        positions=positions,
+        bias=cache.bias(positions, context),
     )
 
 
@@ -257,14 +292,12 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
     """start: the index of the chunks' first token among the batch's."""
     context = max(chunk.end for chunk in chunks)
     keys, values = cache.view(chunks[0].row, chunks[-1].row + 1, context)
-    if len(chunks) == 1 and chunks[0].start == 0:
-        tokens = slice(start, start + chunks[0].length)
-        return Window(keys=keys.unbind(), values=values.unbind(), tokens=tokens, filled=None, bias=None)
     lengths = np.array([chunk.length for chunk in chunks])
     steps = np.arange(lengths.max())
     ends = start + np.cumsum(lengths)
     tokens = np.minimum((ends - lengths)[:, None] + steps, ends[:, None] - 1)
-    positions = np.array([chunk.start for chunk in chunks])[:, None] + steps
+    positions = np.array([chunk.start for chunk in chunks])[:, None, None] + steps
+    begins = len(chunks) == 1 and chunks[0].start == 0
     filled = np.flatnonzero(steps < lengths[:, None])
     is_even = len(filled) == tokens.size
     return Window(
@@ -272,47 +305,141 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
         values=values.unbind(),
         tokens=slice(start, int(ends[-1])) if is_even else torch.from_numpy(tokens.ravel()).to(cache.device),
         filled=None if is_even else torch.from_numpy(filled).to(cache.device),
-        bias=cache.bias(positions[:, None], context),
+        positions=positions,
+        bias=None if begins else cache.bias(positions, context),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scoring:
+    """What a layer does with its attention scores besides scaling them; it does at least one of these."""
+
+    window: int | None = None
+    """How many tokens each one sees, with itself."""
+    cap: float | None = None
+    """Scores become cap * tanh(scores / cap)."""
+    sinks: torch.Tensor | None = None
+    """[heads] One more score for each head, of something that has no value."""
+
+    def bias(self, part: Segment | Window, layer: int, cache: SlotCache) -> torch.Tensor:
+        """[*positions, context], 0 or -inf."""
+        window = self.window or cache.max_length
+        if (bias := part.biases.get(window)) is None:
+            bias = part.biases[window] = cache.bias(part.positions, part.values[layer].shape[-2], window)
+        return bias
+
+
 def attend(
-    layer: int, query: torch.Tensor, keys_values: torch.Tensor, batch: SlotBatch, scaling: float
+    layer: int,
+    query: torch.Tensor,
+    keys_values: torch.Tensor,
+    batch: SlotBatch,
+    scaling: float,
+    scoring: Scoring | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the cache and attend to it; returns [tokens, heads * d].
 
     query [tokens, heads, d]; keys_values [tokens, 2 x kv heads, d].
     """
     batch.cache.write(layer, batch.places, keys_values)
-    outputs = [_decode(layer, query, segment, scaling) for segment in batch.segments]
-    outputs += [_prefill(layer, query, window, scaling) for window in batch.windows]
+    outputs = [_decode(layer, query, segment, scaling, batch.cache, scoring) for segment in batch.segments]
+    outputs += [_prefill(layer, query, window, scaling, batch.cache, scoring) for window in batch.windows]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _decode(layer: int, query: torch.Tensor, segment: Segment, scaling: float) -> torch.Tensor:
+def _decode(
+    layer: int, query: torch.Tensor, segment: Segment, scaling: float, cache: SlotCache, scoring: Scoring | None
+) -> torch.Tensor:
     """One token of each row. The query heads that share a kv head are rows of one small matrix: no key is repeated."""
     keys, values = segment.keys[layer], segment.values[layer]
     query = query[segment.tokens]
     q = query.reshape(len(keys), -1, query.shape[-1])
-    scores = torch.baddbmm(segment.bias, q, keys, alpha=scaling)
+    bias = segment.bias if scoring is None else scoring.bias(segment, layer, cache)
+    if scoring is not None and (scoring.cap or scoring.sinks is not None):
+        return _weighed(q[:, :, None], keys, values, bias[:, None], scaling, scoring).reshape(len(query), -1)
+    scores = torch.baddbmm(bias, q, keys, alpha=scaling)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return torch.bmm(weights, values).view(len(query), -1)
 
 
-def _prefill(layer: int, query: torch.Tensor, window: Window, scaling: float) -> torch.Tensor:
+def _prefill(
+    layer: int, query: torch.Tensor, window: Window, scaling: float, cache: SlotCache, scoring: Scoring | None
+) -> torch.Tensor:
     keys, values = window.keys[layer], window.values[layer]
     _, num_heads, head_dim = query.shape
-    output = F.scaled_dot_product_attention(
-        query[window.tokens].reshape(len(keys), -1, num_heads, head_dim).transpose(1, 2),
-        keys,
-        values,
-        attn_mask=window.bias,
-        is_causal=window.bias is None,
-        scale=scaling,
-        enable_gqa=num_heads != keys.shape[1],
-    )
+    query = query[window.tokens].reshape(len(keys), -1, num_heads, head_dim).transpose(1, 2)
+    bias = window.bias if scoring is None else scoring.bias(window, layer, cache)
+    if scoring is not None and (scoring.cap or scoring.sinks is not None):
+        num_kv_heads, context = keys.shape[1:3]
+        grouped = query.reshape(len(keys) * num_kv_heads, -1, *query.shape[2:])
+        biases = scoring.bias(window, layer, cache).repeat_interleave(num_kv_heads, 0)
+        at_once = max(1, _MOST_SCORES // (len(keys) * num_heads * context))
+        parts = zip(grouped.split(at_once, 2), biases.split(at_once, 2), strict=True)
+        keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+        output = torch.cat([_weighed(q, keys, values, hidden, scaling, scoring) for q, hidden in parts], 2)
+        output = output.view_as(query)
+    else:
+        output = F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=scaling,
+            enable_gqa=num_heads != keys.shape[1],
+        )
     output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
     return output if window.filled is None else output[window.filled]
+
+
+def _weighed(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scaling: float,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention with all its scores in memory, [n, heads of a kv head, tokens, d] as the query; n: rows * kv heads.
+
+    keys [n, d, context]; values [n, context, d]; bias [n or 1, 1, tokens, context].
+    """
+    scores = torch.bmm(query.flatten(1, 2), keys) * scaling
+    scores = scores.view(*query.shape[:3], -1).float()
+    if scoring.cap:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
+    scores = scores + bias
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(-1, query.shape[1], 1, 1)
+        sinks = sinks.repeat(len(query) // len(sinks), 1, query.shape[2], 1)
+        scores = torch.cat([scores, sinks.to(scores)], -1)
+    weights = scores.softmax(-1)[..., : values.shape[1]].to(query.dtype)
+    return torch.bmm(weights.flatten(1, 2), values).view_as(query)
+
+
+@dataclass(slots=True, eq=False)
+class Survey:
+    """Notes what a pass through a model asks of attention, in the place of a SlotBatch. Every token sees itself."""
+
+    shapes: list[tuple[int, int, int | None]] = field(default_factory=list[tuple[int, int, int | None]])
+    """(kv heads, head dim, sliding window) of each call."""
+
+    def note(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+        self.shapes.append((key.shape[1], max(key.shape[3], value.shape[3]), window))
+        return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous()
+
+
+_now = threading.local()
+
+
+@contextmanager
+def computing(batch: SlotBatch | Survey) -> Iterator[None]:
+    """`slot_attention` is called for the tokens of this batch meanwhile, on this thread."""
+    _now.batch = batch
+    try:
+        yield
+    finally:
+        _now.batch = None
 
 
 def slot_attention(
@@ -321,36 +448,39 @@ def slot_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
     dropout: float = 0.0,
-    *,
-    slot_batch: SlotBatch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """`attend`, as the layers of transformers' models call it.
 
-    query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d].
+    query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d]. Raises ModelError for a layer
+    that slots cannot serve.
     """
-    if slot_batch is None:
-        raise ModelError("the model does not pass keyword arguments to its attention; the embedded server needs that")
-    window = options.get("sliding_window")
-    if window is not None and window < slot_batch.cache.max_length:
-        raise ModelError(
-            f"the model attends to a sliding window of {window} tokens, which the embedded server does not support; "
-            f"set context_length to at most {window}"
-        )
-    if used := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
-        raise ModelError(f"the model's attention uses {used[0]}, which the embedded server does not support")
-    layer: Any = module.layer_idx
-    num_heads, width, value_width = query.shape[1], slot_batch.cache.head_dim, value.shape[3]
+    if attention_mask is not None or options.get("is_causal") is False:
+        raise ModelError("a layer attends by a mask of its own")
+    if options.get("position_bias") is not None:
+        raise ModelError("a layer adds a bias to its attention scores")
+    window, cap, sinks = (options.get(name) for name in ("sliding_window", "softcap", "s_aux"))
+    batch: SlotBatch | Survey = _now.batch
+    if isinstance(batch, Survey):
+        note_scores(module, query, key, scaling)
+        return batch.note(query, key, value, window), None
+    if window is not None and window >= batch.cache.max_length:
+        window = None
+    is_plain = window is None and cap is None and sinks is None
+    num_heads, size, width, value_width = *query.shape[1::2], batch.cache.head_dim, value.shape[3]
+    if (num_kv_heads := batch.cache.num_kv_heads) != key.shape[1]:
+        key, value = (part.repeat_interleave(num_kv_heads // key.shape[1], 1) for part in (key, value))
     # Zeros at the end of each head: keys and values of unequal sizes share a cache.
     query, key, value = (
         part[0] if part.shape[-1] == width else F.pad(part[0], (0, width - part.shape[-1]))
         for part in (query, key, value)
     )
     keys_values = torch.cat([key, value]).transpose(0, 1)
-    output = attend(layer, query.transpose(0, 1), keys_values, slot_batch, scaling)
-    return output.view(1, -1, num_heads, width)[..., :value_width], None
+    scoring = None if is_plain else Scoring(window=window, cap=cap, sinks=sinks)
+    output = attend(next(batch.calls), query.transpose(0, 1), keys_values, batch, scaling or size**-0.5, scoring)
+    return output.view(1, -1, num_heads, width)[..., :value_width].contiguous(), None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

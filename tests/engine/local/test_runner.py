@@ -57,7 +57,6 @@ def make_up_a_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
 
 
-WINDOW = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "config.json").unlink(), "is not a model directory"),
     (lambda at: (at / "model.safetensors").unlink(), "cannot be loaded"),
@@ -68,7 +67,6 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
         lambda at: lose(at, "model.layers.1.mlp.up_proj.weight"),
         r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight",
     ),
-    (lambda at: configure(at, **WINDOW), "sliding window of 16"),
 ]
 
 
