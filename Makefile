@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-sandbox test-wheel test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser health lint format clean
+.PHONY: quickstart test test-sandbox test-wheel test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser health models lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -100,6 +100,10 @@ health: $(STAMP)
 	$(BIN)/python examples/health/digit_runs.py healthy hacking collapse stale starved template
 	test -f runs/quickstart/summary.json || $(BIN)/python examples/agents/math_agent.py
 	$(BIN)/python scripts/pictures.py runs/health runs/quickstart
+
+# The table of docs/models.md.
+models: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/model_table.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

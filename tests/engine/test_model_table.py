@@ -1,0 +1,10 @@
+"""docs/models.md has a row for each family that is tried."""
+
+import re
+
+from families import FAMILIES
+from model_table import PAGE, table_of
+
+
+def test_the_table_has_a_row_for_each_family() -> None:
+    assert tuple(re.findall(r"^\| `(\S+)` \|", table_of(PAGE.read_text()), re.MULTILINE)) == FAMILIES
