@@ -61,6 +61,7 @@ def _of_deepseek_v3(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> 
 
 _FAMILIES: dict[str, tuple[str, _Weights]] = {
     "qwen3_moe": ("Qwen3MoeTopKRouter", _of_qwen),
+    "qwen3_next": ("Qwen3NextTopKRouter", _of_qwen),
     "mixtral": ("MixtralTopKRouter", _of_mixtral),
     "deepseek_v2": ("DeepseekV2TopkRouter", _of_deepseek_v2),
     "deepseek_v3": ("DeepseekV3TopkRouter", _of_deepseek_v3),

@@ -155,6 +155,18 @@ def transformer_layers(model: Any) -> list[nn.Module]:
     raise ModelError(f"{type(model).__name__} has no list of decoder layers, so it cannot be sharded")
 
 
+def rotary_limit(model: Any) -> float:
+    """How many tokens a text may have so that rotary embeddings do not depend on the other texts of a batch."""
+    limits = [torch.inf]
+    for module in decoder_of(model).modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "longrope":
+            limits.append(module.config.rope_parameters["original_max_position_embeddings"])
+        elif kind == "dynamic":
+            limits.append(module.original_max_seq_len)
+    return min(limits)
+
+
 def described(model: Any) -> str:
     """A model's class, type and kinds of layers, for messages."""
     text = model.config.get_text_config()

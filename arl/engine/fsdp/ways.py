@@ -37,6 +37,7 @@ from arl.engine.trial import (
     own_states,
     probe_sequences,
     remembered,
+    rotary_limit,
     transformer_layers,
     watched,
 )
@@ -56,6 +57,7 @@ class RowDecoder:
         self.model, self.way = model, way
         self._current: PackedLayout | None = None
         """The row that is computed now."""
+        self._limit = rotary_limit(model)
         self._undo = ExitStack()
         self._decoder = decoder_of(model)
         kind, *names = way.split()
@@ -77,7 +79,13 @@ class RowDecoder:
         routes: ReplayedRoutes | None = None,
     ) -> torch.Tensor:
         """The last hidden states [T, H] of a packed row. inputs: input_ids [1, T], or for a row with images what
-        `decoder_inputs` made of them. routes: only for layers that `Routers.replay_in` knows."""
+        `decoder_inputs` made of them. routes: only for layers that `Routers.replay_in` knows. Raises ModelError for a
+        text that is longer than the model's rotary embeddings allow in a row."""
+        if layout.max_keys > self._limit:
+            raise ModelError(
+                f"a sequence has {layout.max_keys} tokens; from {self._limit} on, the rotary embeddings of "
+                f"{type(self.model).__name__} depend on the longest text of a batch: keep sequences shorter"
+            )
         if not self._is_apart:
             given = {} if routes is None else {"replayed_routes": routes}
             self._current = layout
@@ -184,14 +192,12 @@ def _states(decoder: RowDecoder, sequences: Sequence[torch.Tensor]) -> list[torc
     plan = RowPlan.of(PrefixOrder.of([s.numpy() for s in sequences]))
     device = next(decoder.model.parameters()).device
     layout = PackedLayout(plan, device)
-    places, _ = plan.apart
+    places = plan.apart[0][plan.order.indices.argsort()]
     row = torch.empty(plan.num_tokens, dtype=torch.int64)
-    ordered = [sequences[i] for i in plan.order.indices]
-    for sequence, where in zip(ordered, places, strict=True):
+    for sequence, where in zip(sequences, places, strict=True):
         row[where[: len(sequence)]] = sequence
     states = decoder({"input_ids": row[None].to(device)}, layout.positions[None].long(), layout)
-    by_number = dict(zip(plan.order.indices.tolist(), places, strict=True))
-    return [states[by_number[i][: len(sequence)]] for i, sequence in enumerate(sequences)]
+    return [states[where[: len(sequence)]] for sequence, where in zip(sequences, places, strict=True)]
 
 
 def _cache_takers(layer: nn.Module, seen: Collection[nn.Module]) -> Iterator[nn.Module]:
