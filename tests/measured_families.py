@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from families import reference_cached_logits, reference_logits, write_family
+from decoder_families import reference_cached_logits, reference_logits, write_family
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +25,6 @@ from arl.api.types import SamplingParams
 from arl.engine.fsdp.lora import Adapters
 from arl.engine.fsdp.minibatch import Microbatch, build_microbatch
 from arl.engine.fsdp.model import ModelWriter, load_model
-from arl.engine.fsdp.policy import TokenModel
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import IterationTimes, RunningBatch
 from arl.engine.local.sequences import Job
@@ -56,7 +55,7 @@ def training(directory: Path) -> Measured:
     tried = time.perf_counter()
     loaded = load_model(directory)
     load_s = time.perf_counter() - tried
-    policy, batch, twin = TokenModel(loaded.model), _row(), _twin(directory)
+    policy, batch, twin = loaded.token_model(), _row(), _twin(directory)
     logprobs = policy(batch).logprobs
     weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
     (logprobs * weights).sum().backward()
@@ -65,7 +64,7 @@ def training(directory: Path) -> Measured:
     g, g_ref = _gradient(loaded.model), _gradient(twin)
     return Measured(
         nats=_difference(logprobs, theirs),
-        way="packed",
+        way=loaded.decoder.way.split()[0],
         gradient=((g - g_ref).norm() / g_ref.norm()).item(),
         load_s=load_s,
         trial_s=tried - began - load_s,
@@ -77,7 +76,7 @@ def adapting(directory: Path) -> Measured:
     loaded = load_model(directory)
     writer = ModelWriter(loaded)
     adapters = Adapters(writer, directory, LoRAConfig(rank=4, alpha=8), "float32", seed=0)
-    policy, batch = TokenModel(loaded.model), _row()
+    policy, batch = loaded.token_model(), _row()
     before = policy(batch).logprobs
     before.sum().backward()
     still = 0

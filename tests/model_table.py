@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES
+from decoder_families import FAMILIES
 from measured_families import MEASURES, short
 from nursery import Nursery
 

@@ -2,7 +2,7 @@
 
 import re
 
-from families import FAMILIES
+from decoder_families import FAMILIES
 from model_table import PAGE, table_of
 
 
