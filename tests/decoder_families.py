@@ -137,7 +137,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"layer_types": None, "interleave_moe_layer_step": 2},
     "mamba2": {"num_heads": 8},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
     "nemotron": {"num_key_value_heads": 2},
     "phi3": {"sliding_window": 8},
     "qwen4_exp_text": {

@@ -163,8 +163,10 @@ def _tokens(count: int, seed: int) -> list[int]:
 
 
 def _sequences() -> list[torch.Tensor]:
-    prefix = _tokens(_SHARED, 0)
-    return [torch.tensor([*prefix, *_tokens(length - _SHARED, length)]) for length in _LENGTHS]
+    """No token stands twice: a model that chooses the best of equal ones chooses by chance."""
+    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    prefix, *rests = tokens[: sum(_LENGTHS) - 2 * _SHARED].split([_SHARED, *(length - _SHARED for length in _LENGTHS)])
+    return [torch.cat([prefix, rest]) for rest in rests]
 
 
 def _row() -> Microbatch:

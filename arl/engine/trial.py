@@ -30,11 +30,12 @@ from transformers import PreTrainedModel
 from arl.api.errors import ModelError
 from arl.engine.model_files import model_digest
 
-_LENGTHS = (14, 11, 13)
+_LENGTHS = (14, 11, 40)
+"""So uneven that what padding changes shows."""
 _SHARED = 9
 """Of the first and the last sequence: their first tokens are the same."""
 _WINDOW = 5
-"""Below the lengths, the shared part, and what is after it in none of the sequences."""
+"""Below the lengths, and the shared part."""
 _REACH = re.compile(r"(?<!max_)(sliding_window|window_size|attention_chunk_size)")
 """Attributes, of modules and configs, that say how many tokens a token sees."""
 _RAISED_SCORE = 30.0
@@ -47,7 +48,7 @@ _scores: dict[nn.Module, float] | None = None
 
 
 def probe_sequences(config: Any) -> list[torch.Tensor]:
-    """int64[14], [11] and [13], the last of which begins as the first does. Without the tokens that a config names."""
+    """int64[14], [11] and [40], the last of which begins as the first does. Without the tokens that a config names."""
     text = config.get_text_config()
     named = {value for c in (config, text) for key, value in c.to_dict().items() if "token" in key and _is_int(value)}
     usable = [token for token in range(min(text.vocab_size, 1000)) if token not in named]
