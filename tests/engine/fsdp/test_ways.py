@@ -108,14 +108,14 @@ def test_texts_that_would_change_each_others_rotary_embeddings_are_refused(tmp_p
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config: dict[str, Any] = {
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors},
-        "original_max_position_embeddings": 20,
+        "original_max_position_embeddings": 50,
         "max_position_embeddings": 160,
         "pad_token_id": 0,
         "eos_token_id": 1,
     }
     write_model(tmp_path, Phi3ForCausalLM, **config)
     policy = load_model(tmp_path).token_model()
-    short, long = (TrainSequence(token_ids=torch.arange(2, 2 + n), loss_mask=torch.arange(n) > 0) for n in (20, 22))
+    short, long = (TrainSequence(token_ids=torch.arange(2, 2 + n), loss_mask=torch.arange(n) > 0) for n in (50, 52))
     policy(build_microbatch([short], CPU))
     with pytest.raises(ModelError, match="Phi3ForCausalLM depend on the longest text"):
         policy(build_microbatch([short, long], CPU))
