@@ -58,6 +58,14 @@ def probe_sequences(config: Any) -> list[torch.Tensor]:
     return [first, second, last]
 
 
+def refuse_tensors(module: nn.Module, given: Mapping[str, object]) -> None:
+    """An attention function calls this with the arguments that it does not compute: masks of the model's own, biases,
+    chosen blocks. Raises ModelError if one is a tensor that says which tokens see each other."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and name not in ("position_ids", "cache_position"):
+            raise ModelError(f"{type(module).__name__} gives its attention {name}, which arl's cannot compute")
+
+
 def note_scores(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
     """An attention function calls this with [1, H, T, D] and [1, H_kv, T, D], for `watched`."""
     if _scores is not None:

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, StepRange
 from arl.api.errors import ModelError
-from arl.engine.trial import note_scores
+from arl.engine.trial import note_scores, refuse_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -80,8 +80,6 @@ class PackedLayout:
         return cls(RowPlan.of(PrefixOrder.unshared(lengths)), device)
 
 
-_IGNORED = ("position_ids", "cache_position")
-"""Arguments that say nothing about which tokens see each other, or that the layout says better."""
 _row: PackedLayout | None = None
 
 
@@ -118,12 +116,9 @@ def packed_attention(  # noqa: PLR0913 (transformers' arguments)
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
     s_aux: float[H], the score of each head's sink. packed_layout: of `row_of` without one, as not every model passes
-    arguments on to its attention. Raises ModelError for tensors that no kernel here computes: masks of the model's
-    own, position biases, chosen blocks.
+    arguments on to its attention. Raises ModelError for what no kernel here computes.
     """
-    for name, own in ({"attention_mask": attention_mask} | kwargs).items():
-        if isinstance(own, torch.Tensor) and name not in _IGNORED:
-            raise ModelError(f"{type(module).__name__} gives its attention {name}, which no kernel here can compute")
+    refuse_tensors(module, {"attention_mask": attention_mask} | kwargs)
     packed_layout = _row if packed_layout is None else packed_layout
     if packed_layout is None:
         raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from arl.api.errors import ModelError
-from arl.engine.trial import note_scores
+from arl.engine.trial import note_scores, refuse_tensors
 
 SLOT_ATTENTION = "arl_slot_attention"
 """transformers knows the function by this name."""
@@ -457,10 +457,9 @@ def slot_attention(
     query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d]. Raises ModelError for a layer
     that slots cannot serve.
     """
-    if attention_mask is not None or options.get("is_causal") is False:
-        raise ModelError("a layer attends by a mask of its own")
-    if options.get("position_bias") is not None:
-        raise ModelError("a layer adds a bias to its attention scores")
+    refuse_tensors(module, {"attention_mask": attention_mask, **options, "s_aux": None})
+    if options.get("is_causal") is False:
+        raise ModelError(f"{type(module).__name__} lets tokens see what comes after them")
     window, cap, sinks = (options.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     batch: SlotBatch | Survey = _now.batch
     if isinstance(batch, Survey):
