@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -50,7 +51,7 @@ from arl.engine.model_files import (
     load_tokenizer,
     local_directory,
 )
-from arl.engine.trial import transformer_layers
+from arl.engine.trial import remembered, transformer_layers
 from arl.engine.weights.distributed import spec_of, torch_dtype
 
 _SCORE = "score.weight"
@@ -109,8 +110,10 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())
     model.eval()
     _check_supported(model, name, head)
-    form = logits_form(model) if head == "policy" else LogitsForm()
-    decoder = RowDecoder(model, find_way(model, name, partial(_to_logits, model, head, form)))
+    try:
+        scale, cap, way = json.loads(remembered(name, {"trains": head}, lambda: _tried(model, head)))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
     if is_new_head:
         nn.init.zeros_(score_weight(model))  # after the trial, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
@@ -118,12 +121,18 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         stored_config=config,
-        decoder=decoder,
+        decoder=RowDecoder(model, way),
         head=head,
-        form=form,
+        form=LogitsForm(scale=scale, cap=cap),
         processor=processor,
         file_dtypes=file_dtypes(name),
     )
+
+
+def _tried(model: PreTrainedModel, head: Head) -> str:
+    """What a trial finds: the scale and cap of the logits, and in which way the model is trained."""
+    form = logits_form(model) if head == "policy" else LogitsForm()
+    return json.dumps([form.scale, form.cap, find_way(model, partial(_to_logits, model, head, form))])
 
 
 def _to_logits(model: PreTrainedModel, head: Head, form: LogitsForm, states: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from arl.engine.trial import (
     moved_states,
     own_states,
     probe_sequences,
-    remembered,
     rotary_limit,
     transformer_layers,
     watched,
@@ -146,45 +144,40 @@ def _padded(values: Any, places: torch.Tensor, num_tokens: int) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x[0, places] if x.shape[:2] == (1, num_tokens) else x, values)
 
 
-def find_way(model: PreTrainedModel, name: str | Path, to_logits: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """The first way that computes what the model's own code computes. name: of the model's directory or on the hub.
+@torch.no_grad()
+def find_way(model: PreTrainedModel, to_logits: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """The first way that computes what the model's own code computes.
 
     to_logits: from states [M, H], whose differences are then told in nats. Raises ModelError if there is none.
     """
     refused: list[str] = []
-
-    @torch.no_grad()
-    def choose() -> str:
-        sequences = probe_sequences(model.config)
-        seen: dict[nn.Module, float] = {}
-        try:
-            with watched() as seen, closing(RowDecoder(model, "mixed")) as decoder:
-                _states(decoder, sequences)
-            stateful = {type(m).__name__ for layer in transformer_layers(model) for m in _cache_takers(layer, seen)}
-            first = [" ".join(["mixed", *sorted(stateful)])] if stateful else ["packed", "mixed"]
-        except Exception as error:  # noqa: BLE001 - the model's code, used as it was not meant to be
-            refused.append(f"packed or mixed: {_said(error)}")
-            first = []
-        with easily_told(model, seen):
-            own, moved = ([to_logits(x) for x in run(model, sequences)] for run in (own_states, moved_states))
-            for way in (*first, "apart sdpa", "apart eager"):
-                try:
-                    with closing(RowDecoder(model, way)) as decoder:
-                        states = _states(decoder, sequences)
-                except Exception as error:  # noqa: BLE001
-                    refused.append(f"{way}: {_said(error)}")
-                    continue
-                difference, bound = compared(own, moved, [to_logits(x) for x in states])
-                if difference <= bound:
-                    log.info("%s is trained %s. %s", name, way, "; ".join(refused))
-                    return way
-                refused.append(f"{way}: logits differ by {difference:.2g}, and rounding explains {bound:.1g}")
-        raise ModelError(
-            f"{name}: arl cannot train it, as none of its ways gives what {described(model)} gives by itself: "
-            f"{'; '.join(refused)}"
-        )
-
-    return remembered(name, {"trains": type(model).__name__}, choose)
+    sequences = probe_sequences(model.config)
+    seen: dict[nn.Module, float] = {}
+    try:
+        with watched() as seen, closing(RowDecoder(model, "mixed")) as decoder:
+            _states(decoder, sequences)
+        stateful = {type(m).__name__ for layer in transformer_layers(model) for m in _cache_takers(layer, seen)}
+        first = [" ".join(["mixed", *sorted(stateful)])] if stateful else ["packed", "mixed"]
+    except Exception as error:  # noqa: BLE001 - the model's code, used as it was not meant to be
+        refused.append(f"packed or mixed: {_said(error)}")
+        first = []
+    with easily_told(model, seen):
+        own, moved = ([to_logits(x) for x in run(model, sequences)] for run in (own_states, moved_states))
+        for way in (*first, "apart sdpa", "apart eager"):
+            try:
+                with closing(RowDecoder(model, way)) as decoder:
+                    states = _states(decoder, sequences)
+            except Exception as error:  # noqa: BLE001
+                refused.append(f"{way}: {_said(error)}")
+                continue
+            difference, bound = compared(own, moved, [to_logits(x) for x in states])
+            if difference <= bound:
+                log.info("%s is trained %s. %s", type(model).__name__, way, "; ".join(refused))
+                return way
+            refused.append(f"{way}: logits differ by {difference:.2g}, and rounding explains {bound:.1g}")
+    raise ModelError(
+        f"arl cannot train {described(model)}, as none of its ways gives what its own code does: {'; '.join(refused)}"
+    )
 
 
 def _states(decoder: RowDecoder, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
