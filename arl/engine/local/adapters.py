@@ -139,17 +139,13 @@ class LoadedAdapters:
     @contextmanager
     def within(self, tokens: slice) -> Iterator[None]:
         """Layers see only these of the step's tokens meanwhile."""
-        whole = self._groups
-        if whole:
-            self._groups = []
-            for adapter, places in whole:
-                inside = None
-                if places is not None:
-                    inside = places[(places >= tokens.start) & (places < tokens.stop)] - tokens.start
-                if inside is None or len(inside) == tokens.stop - tokens.start:
-                    self._groups.append((adapter, None))
-                elif len(inside):
-                    self._groups.append((adapter, inside))
+        whole, self._groups = self._groups, []
+        for adapter, places in whole:
+            if places is not None:
+                places = places[(places >= tokens.start) & (places < tokens.stop)] - tokens.start
+            if places is None or len(places):
+                is_alone = places is None or len(places) == tokens.stop - tokens.start
+                self._groups.append((adapter, None if is_alone else places))
         try:
             yield
         finally:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,7 +38,7 @@ from arl.data.image_processor import FAMILIES, ImageProcessor
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
 from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, SlotCache, computing
-from arl.engine.local.states import ModelSurvey, OwnCache, StateCache
+from arl.engine.local.states import OwnCache, StateCache, Survey
 from arl.engine.local.vision import PART, ShownImages, Tower
 from arl.engine.local.weight_receiver import StoredForm, WeightsError, check_fit, named
 from arl.engine.model_files import file_dtypes
@@ -75,8 +76,8 @@ _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 WAYS = ("slots", "states many", "states one", "own many", "own one", "own many eager", "own never eager")
 """How the server computes, the fastest first. many, one: with so many tokens of a prompt at a time the model's code
 goes on from a state, or from a cache. never: it computes all tokens again. eager: transformers' attention function."""
-_TRIAL_PIECES = ((8, 1, 1, 1), (3, 4, 2, 1))
-"""The trial's two rows by steps: chunks of a prompt, at first, and then single tokens."""
+_TRIAL = (((0, 0, 8), (1, 0, 3)), ((0, 8, 9), (1, 3, 7)), ((0, 9, 10), (1, 7, 9)), ((0, 10, 11), (1, 9, 10)))
+"""Its steps, as (row, start, end): row 0 decodes from the third one on, and row 1 from the fourth."""
 
 _SHARED_LOGITS = 1 << 20
 """Threads share the head and the sampling from so many logits on."""
@@ -132,9 +133,13 @@ class ModelRunner:
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.tokenizer = _read_tokenizer(model_dir)
-        limit, why = _longest(text_config)
-        self.context_length = context_length or min(limit or DEFAULT_CONTEXT_LENGTH, DEFAULT_CONTEXT_LENGTH)
-        if limit is not None and self.context_length > limit:
+        limit: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        if is_longrope := rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
+        self.context_length = context_length or min(limit, DEFAULT_CONTEXT_LENGTH)
+        if self.context_length > limit:
+            why = "longrope turns longer sequences otherwise than" if is_longrope else "the model has positions for"
             raise ModelError(f"context_length is {context_length}; {why} {limit} tokens at most")
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
         takes_images = self.config.model_type in FAMILIES and not self.is_scorer
@@ -175,7 +180,7 @@ class ModelRunner:
         self._takes = inspect.signature(self._called.forward).parameters
         self._max_rows = max_rows
         self._own_attention: str = decoder_of(self.model).config._attn_implementation
-        self.cache: Any = OwnCache("many")
+        self.cache: Any = None
         """The SlotCache, StateCache or OwnCache of its way."""
         self._fused: FusedDecoder | None = None
         self.way = remembered(model_dir, {"serves": type(self.model).__name__}, self._find_way)
@@ -194,73 +199,67 @@ class ModelRunner:
     @torch.inference_mode()
     def _find_way(self) -> str:
         """The first of WAYS that computes what the model's own code computes. Raises ModelError if none does."""
-        name, float32 = type(self.model).__name__, torch.empty(0, device=self.device)
-        rows = [
-            sequence.tolist()[: sum(sizes)]
-            for sequence, sizes in zip(probe_sequences(self.config), _TRIAL_PIECES, strict=False)
-        ]
-        refused: list[str] = []
+        model, refused = self.model, list[str]()
+        first, second, _ = (sequence.tolist() for sequence in probe_sequences(self.config))
+        rows = [first[:11], second[:10]]
         with watched() as scores:
             survey = self._survey()
-        with in_float32(self.model), easily_told(self.model, scores):
+        with in_float32(model), easily_told(model, scores):
             own = self._own_logits(rows)
-            with moved(self.model):
+            with moved(model):
                 others = self._own_logits(rows)
         for way in WAYS:
             try:
-                with in_float32(self.model), easily_told(self.model, scores):
-                    self._go(way, survey, float32)
+                with in_float32(model), easily_told(model, scores):
+                    self._go(way, survey, torch.empty(0, device=self.device))
                     difference, bound = compared(own, others, self._computed(rows))
                 if difference <= bound:
                     self._go(way, survey)
                     self._computed(rows)  # it must not raise in the model's dtype either
-                    log.info("%s is served by %s. %s", name, way, "; ".join(refused))
+                    log.info("%s is served by %s. %s", type(model).__name__, way, "; ".join(refused))
                     return way
                 refused.append(f"{way}: logits differ by {difference:.2g}, and rounding explains {bound:.1g}")
             except Exception as error:  # noqa: BLE001 - the model's code, used as it was not meant to be
                 refused.append(f"{way}: {type(error).__name__}: {error}".splitlines()[0])
         raise ModelError(
-            f"{described(self.model)} cannot be served: in none of its ways does the embedded server compute what the "
+            f"{described(model)} cannot be served: in none of its ways does the embedded server compute what the "
             f"model's own code does ({'; '.join(refused)})"
         )
 
     @torch.inference_mode()
-    def _survey(self) -> ModelSurvey:
-        decoder = decoder_of(self.model)
-        decoder.config._attn_implementation_internal = SLOT_ATTENTION
-        tokens = probe_sequences(self.config)[0].to(self.device)
-        return ModelSurvey.of(decoder, lambda: decoder(input_ids=tokens[None], use_cache=True))
+    def _survey(self) -> Survey:
+        with attending(self.model, SLOT_ATTENTION):
+            return Survey(decoder_of(self.model), probe_sequences(self.config)[0][None].to(self.device))
 
-    def _go(self, way: str, survey: ModelSurvey, like: torch.Tensor | None = None) -> None:
+    def _go(self, way: str, survey: Survey, like: torch.Tensor | None = None) -> None:
         """Compute this way from now on, over an empty cache. like: has the dtype of keys and values, if not the
-        model's. Raises ModelError if the model does not have what the way needs."""
-        kind, goes_on, *attention = *way.split(), ""
+        model's. Raises what the model's code has raised, and ModelError for states that it does not have."""
         for module in survey.recurrent:
             vars(module).pop("forward", None)  # a former cache's
-        config = decoder_of(self.model).config
-        own = "eager" if "eager" in attention else self._own_attention
-        config._attn_implementation_internal = own if kind == "own" else SLOT_ATTENTION
-        if kind == "own":
-            self.cache = OwnCache(goes_on)
+        config: Any = decoder_of(self.model).config
+        config._attn_implementation_internal = SLOT_ATTENTION
+        if way.startswith("own"):
+            config._attn_implementation_internal = "eager" if "eager" in way else self._own_attention
+            self.cache = OwnCache(way)
             return
         if survey.error is not None:
             raise survey.error
-        if (kind == "slots") == bool(survey.recurrent):
-            raise ModelError("it has no recurrent modules" if kind == "states" else "it has recurrent modules")
+        if (way == "slots") == bool(survey.recurrent):
+            raise ModelError(f"the model has {len(survey.recurrent)} recurrent modules")
         sizes: Any = {
             "num_layers": len(survey.shapes),
             "num_kv_heads": max((heads for heads, *_ in survey.shapes), default=1),
             "head_dim": max((size for _, size, _ in survey.shapes), default=1),
             "max_rows": self._max_rows,
-            "max_length": max(self.context_length, *map(sum, _TRIAL_PIECES)),
+            "max_length": max(self.context_length, _TRIAL[-1][0][2]),
             "like": next(self.model.parameters()) if like is None else like,
         }
-        if kind == "slots":
+        if way == "slots":
             self.cache = SlotCache(**sizes)
-        else:
-            self.cache = StateCache(survey, goes_on, decoder_of(self.model).config, self.adapters, **sizes)
-            chunk = Chunk(row=0, start=0, length=1)
-            self.forward(StepInput(token_ids=[0], positions=[0], chunks=[chunk]))  # it shows what states there are
+            return
+        self.cache = StateCache(way, survey, self.adapters, **sizes)
+        chunk = Chunk(row=0, start=0, length=1)
+        self.forward(StepInput(token_ids=[0], positions=[0], chunks=[chunk]))  # it shows what states there are
 
     def _own_logits(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """[T, vocabulary] of each row, by the model's own code with all tokens at once."""
@@ -270,25 +269,19 @@ class ModelRunner:
 
     def _computed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The same, by steps as the server makes them: in chunks, and then token after token, together."""
-        self.cache.clear()
-        logits: list[list[torch.Tensor]] = [[], []]
-        done = [0, 0]
-        for number, sizes in enumerate(zip_longest(*_TRIAL_PIECES, fillvalue=0)):
-            spans = [(row, done[row], done[row] + size) for row, size in enumerate(sizes) if size]
+        logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        for number, spans in enumerate(_TRIAL):
+            chunks = [Chunk(row=row, start=start, length=end - start) for row, start, end in spans if number <= 1 + row]
             step = StepInput(
                 token_ids=[token for row, start, end in spans for token in rows[row][start:end]],
                 positions=[i for _, start, end in spans for i in range(start, end)],
-                chunks=[
-                    Chunk(row=row, start=start, length=end - start) for row, start, end in spans if number <= 1 + row
-                ],
+                chunks=chunks,
             )
             self.cache.reserve(len(rows), max(step.positions) + 1)
             parts = self.forward(step)[0].split([end - start for _, start, end in spans])
-            for (row, _, end), part in zip(spans, parts, strict=True):
-                logits[row].append(part)
-                done[row] = end
-        self.cache.clear()
-        return [torch.cat(parts).float() for parts in logits]
+            for (row, *_), part in zip(spans, parts, strict=True):
+                logits[row].append(part.float())
+        return [torch.cat(parts) for parts in logits]
 
     @torch.inference_mode()
     def _try_fused(self) -> None:
@@ -346,7 +339,8 @@ class ModelRunner:
             return self._fused.final(states if kept is None else states[kept]), self._head
         self._threads.share_operations(len(ids))
         if isinstance(self.cache, OwnCache):
-            return self._one_by_one(self.cache, step, ids, kept), lambda logits: logits
+            logits = self._one_by_one(self.cache, step, ids)
+            return (logits if kept is None else logits[kept]), lambda logits: logits
         batch, passing = SlotBatch.of(self.cache, tokens[1], step.chunks), nullcontext()
         if isinstance(self.cache, StateCache):
             passing = self.cache.passing(tokens[1], step.chunks)
@@ -360,49 +354,39 @@ class ModelRunner:
     def _output(self, kept: torch.Tensor | None, **inputs: Any) -> Any:
         """What the model's own code returns for one sequence, with logits [1, len(kept), vocabulary]. kept: indices of
         the tokens that need logits; None: all do. It gets those of the inputs that it takes."""
-        takes = self._takes
-        if kept is not None and "logits_to_keep" in takes:
-            inputs["logits_to_keep"] = kept
+        inputs["logits_to_keep"] = 0 if kept is None else kept
         with nullcontext() if self.routers is None else self.routers.recording() as recorded:
-            output = self._called(**{name: value for name, value in inputs.items() if name in takes})
+            output = self._called(**{name: value for name, value in inputs.items() if name in self._takes})
         if self.routers is not None and recorded is not None:
             self.experts = self.routers.experts_of(recorded)
         if self.is_scorer:
             output.logits = self._head(output.last_hidden_state)
-        if kept is not None and "logits_to_keep" not in takes:
+        if kept is not None and "logits_to_keep" not in self._takes:
             output.logits = output.logits[:, kept]
         return output
 
-    def _one_by_one(
-        self, cache: OwnCache, step: StepInput, ids: torch.Tensor, kept: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The logits of the tokens at `kept`, each row by the model's own code over its own cache."""
-        kept = torch.arange(len(ids), device=self.device) if kept is None else kept
-        order = kept.argsort()
-        results, experts = list[torch.Tensor](), list[np.ndarray]()
-        start = 0
+    def _one_by_one(self, cache: OwnCache, step: StepInput, ids: torch.Tensor) -> torch.Tensor:
+        """The logits [N, vocabulary] of a step, by the model's own code for one row after another."""
+        results, experts, start = list[torch.Tensor](), list[np.ndarray](), 0
         for run in cache.runs(step.positions, step.chunks):
             tokens = slice(start, start + run.length)
             start = tokens.stop
             new, known = ids[tokens], cache.rows.get(run.row) if run.start else None
-            if cache.goes_on == "never":
+            inputs: dict[str, Any] = {"use_cache": False}
+            if "never" in cache.way:
                 new = new if known is None else torch.cat([known, new])
-                inputs = {"use_cache": False}
             else:
                 inputs = {"use_cache": True, "position_ids": torch.arange(run.start, run.end, device=self.device)[None]}
                 inputs |= {} if known is None else dict.fromkeys(_CACHE_NAMES, known)
-            wanted = kept[order]
-            wanted = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - tokens.stop + len(new)
+            kept = torch.arange(len(new) - run.length, len(new), device=self.device)
             with self.adapters.within(tokens):
-                output = self._output(wanted, input_ids=new[None], **inputs)
+                output = self._output(kept, input_ids=new[None], **inputs)
             results.append(output.logits[0])
             if self.experts is not None:
                 experts.append(self.experts[-run.length :])
-            if cache.goes_on != "never":
-                new = next(output[name] for name in _CACHE_NAMES if output.get(name) is not None)
-            cache.rows[run.row] = new
+            cache.rows[run.row] = next((output[name] for name in _CACHE_NAMES if output.get(name) is not None), new)
         self.experts = np.concatenate(experts) if experts else None
-        return torch.cat(results)[order.argsort()]
+        return torch.cat(results)
 
     def _decoded(self, ids: torch.Tensor, places: torch.Tensor, shown: ShownImages | None) -> torch.Tensor:
         """The decoder's own output [N, hidden]."""
@@ -591,14 +575,3 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)
-
-
-def _longest(config: Any) -> tuple[int | None, str]:
-    """How many tokens a sequence may have, if there is a limit, and a sentence that ends with it. config: of the
-    decoder."""
-    limit, why = getattr(config, "max_position_embeddings", None), "the model has positions for"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if kind.get("rope_type") == "longrope":
-            limit, why = kind["original_max_position_embeddings"], "longrope turns longer sequences otherwise than"
-    return limit, why

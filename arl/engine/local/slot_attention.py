@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from arl.api.errors import ModelError
-from arl.engine.trial import note_scores, refuse_tensors
+from arl.engine.trial import refuse_tensors
 
 SLOT_ATTENTION = "arl_slot_attention"
 """transformers knows the function by this name."""
@@ -179,10 +179,8 @@ class Segment:
     """Theirs among the tokens of the batch."""
     positions: np.ndarray
     """[rows * kv heads, 1], or [1, 1] where all rows have the same length."""
-    bias: torch.Tensor
-    """[*positions, context], 0 or -inf."""
-    biases: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    """The same for each sliding window that a layer has asked for."""
+    biases: dict[int | None, torch.Tensor | None]
+    """0 or -inf, [*positions, context]: for layers without a sliding window, and for each window that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -198,10 +196,8 @@ class Window:
     """A mask of the rows * longest places that are not padding; None if none is padding."""
     positions: np.ndarray
     """[rows, 1, longest]"""
-    bias: torch.Tensor | None
-    """[*positions, context], 0 or -inf; None for a single chunk that begins its prompt."""
-    biases: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    """The same for each sliding window that a layer has asked for; never None."""
+    biases: dict[int | None, torch.Tensor | None]
+    """As of a Segment; None for layers without a window and a single chunk that begins its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -268,7 +264,7 @@ def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: 
         values=values.flatten(1, 2).unbind(),
         tokens=tokens,
         positions=positions,
-        bias=cache.bias(positions, context),
+        biases={None: cache.bias(positions, context)},
     )
 
 
@@ -306,27 +302,23 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
         tokens=slice(start, int(ends[-1])) if is_even else torch.from_numpy(tokens.ravel()).to(cache.device),
         filled=None if is_even else torch.from_numpy(filled).to(cache.device),
         positions=positions,
-        bias=None if begins else cache.bias(positions, context),
+        biases={None: None if begins else cache.bias(positions, context)},
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scoring:
-    """What a layer does with its attention scores besides scaling them; it does at least one of these."""
+class Scoring(NamedTuple):
+    """What a layer does with its attention scores besides scaling them."""
 
-    window: int | None = None
+    window: int
     """How many tokens each one sees, with itself."""
-    cap: float | None = None
+    cap: float | None
     """Scores become cap * tanh(scores / cap)."""
-    sinks: torch.Tensor | None = None
-    """[heads] One more score for each head, of something that has no value."""
+    sinks: torch.Tensor | None
+    """[kv heads, heads of each] One more score for each head, of something that has no value."""
 
-    def bias(self, part: Segment | Window, layer: int, cache: SlotCache) -> torch.Tensor:
-        """[*positions, context], 0 or -inf."""
-        window = self.window or cache.max_length
-        if (bias := part.biases.get(window)) is None:
-            bias = part.biases[window] = cache.bias(part.positions, part.values[layer].shape[-2], window)
-        return bias
+    @property
+    def only_hides(self) -> bool:
+        return self.cap is None and self.sinks is None
 
 
 def attend(
@@ -342,43 +334,31 @@ def attend(
     query [tokens, heads, d]; keys_values [tokens, 2 x kv heads, d].
     """
     batch.cache.write(layer, batch.places, keys_values)
-    outputs = [_decode(layer, query, segment, scaling, batch.cache, scoring) for segment in batch.segments]
-    outputs += [_prefill(layer, query, window, scaling, batch.cache, scoring) for window in batch.windows]
+    if scoring is not None:
+        for part in (*batch.segments, *batch.windows):
+            if scoring.window not in part.biases:
+                context = part.values[layer].shape[-2]
+                part.biases[scoring.window] = batch.cache.bias(part.positions, context, scoring.window)
+    outputs = [_decode(layer, query, segment, scaling, scoring) for segment in batch.segments]
+    outputs += [_prefill(layer, query, window, scaling, scoring) for window in batch.windows]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _decode(
-    layer: int, query: torch.Tensor, segment: Segment, scaling: float, cache: SlotCache, scoring: Scoring | None
-) -> torch.Tensor:
+def _decode(layer: int, query: torch.Tensor, segment: Segment, scaling: float, scoring: Scoring | None) -> torch.Tensor:
     """One token of each row. The query heads that share a kv head are rows of one small matrix: no key is repeated."""
     keys, values = segment.keys[layer], segment.values[layer]
     query = query[segment.tokens]
     q = query.reshape(len(keys), -1, query.shape[-1])
-    bias = segment.bias if scoring is None else scoring.bias(segment, layer, cache)
-    if scoring is not None and (scoring.cap or scoring.sinks is not None):
-        return _weighed(q[:, :, None], keys, values, bias[:, None], scaling, scoring).reshape(len(query), -1)
-    scores = torch.baddbmm(bias, q, keys, alpha=scaling)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return torch.bmm(weights, values).view(len(query), -1)
+    bias = segment.biases[None if scoring is None else scoring.window]
+    return _weighed(q, keys, values, bias, scaling, scoring).view(len(query), -1)
 
 
-def _prefill(
-    layer: int, query: torch.Tensor, window: Window, scaling: float, cache: SlotCache, scoring: Scoring | None
-) -> torch.Tensor:
+def _prefill(layer: int, query: torch.Tensor, window: Window, scaling: float, scoring: Scoring | None) -> torch.Tensor:
     keys, values = window.keys[layer], window.values[layer]
-    _, num_heads, head_dim = query.shape
-    query = query[window.tokens].reshape(len(keys), -1, num_heads, head_dim).transpose(1, 2)
-    bias = window.bias if scoring is None else scoring.bias(window, layer, cache)
-    if scoring is not None and (scoring.cap or scoring.sinks is not None):
-        num_kv_heads, context = keys.shape[1:3]
-        grouped = query.reshape(len(keys) * num_kv_heads, -1, *query.shape[2:])
-        biases = scoring.bias(window, layer, cache).repeat_interleave(num_kv_heads, 0)
-        at_once = max(1, _MOST_SCORES // (len(keys) * num_heads * context))
-        parts = zip(grouped.split(at_once, 2), biases.split(at_once, 2), strict=True)
-        keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
-        output = torch.cat([_weighed(q, keys, values, hidden, scaling, scoring) for q, hidden in parts], 2)
-        output = output.view_as(query)
-    else:
+    (num_rows, num_kv_heads, context, head_dim), num_heads = keys.shape, query.shape[1]
+    query = query[window.tokens].reshape(num_rows, -1, num_heads, head_dim).transpose(1, 2)
+    bias = window.biases[None if scoring is None else scoring.window]
+    if bias is None or scoring is None or scoring.only_hides:
         output = F.scaled_dot_product_attention(
             query,
             keys,
@@ -386,8 +366,17 @@ def _prefill(
             attn_mask=bias,
             is_causal=bias is None,
             scale=scaling,
-            enable_gqa=num_heads != keys.shape[1],
+            enable_gqa=num_heads != num_kv_heads,
         )
+    else:
+        output, keys, values = torch.empty_like(query), keys.flatten(0, 1).mT, values.flatten(0, 1)
+        at_once = max(1, _MOST_SCORES // (num_rows * num_heads * context))
+        for start in range(0, query.shape[2], at_once):
+            some = slice(start, start + at_once)
+            q = query[:, :, some].reshape(len(keys), -1, head_dim)
+            repeated = bias[:, :, some].repeat_interleave(num_kv_heads, 0).repeat(1, num_heads // num_kv_heads, 1, 1)
+            part = _weighed(q, keys, values, repeated.flatten(1, 2), scaling, scoring)
+            output[:, :, some] = part.view(num_rows, num_heads, -1, head_dim)
     output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
     return output if window.filled is None else output[window.filled]
 
@@ -396,45 +385,34 @@ def _weighed(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    bias: torch.Tensor,
+    bias: Any,
     scaling: float,
-    scoring: Scoring,
+    scoring: Scoring | None,
 ) -> torch.Tensor:
-    """Attention with all its scores in memory, [n, heads of a kv head, tokens, d] as the query; n: rows * kv heads.
+    """Attention, its scores in memory: [n, m, d] as the query; n: rows * kv heads, m: heads of each (* tokens).
 
-    keys [n, d, context]; values [n, context, d]; bias [n or 1, 1, tokens, context].
+    keys [n, d, context]; values [n, context, d]; bias [n or 1, m or 1, context].
     """
-    scores = torch.bmm(query.flatten(1, 2), keys) * scaling
-    scores = scores.view(*query.shape[:3], -1).float()
-    if scoring.cap:
-        scores = scoring.cap * torch.tanh(scores / scoring.cap)
-    scores = scores + bias
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.view(-1, query.shape[1], 1, 1)
-        sinks = sinks.repeat(len(query) // len(sinks), 1, query.shape[2], 1)
-        scores = torch.cat([scores, sinks.to(scores)], -1)
-    weights = scores.softmax(-1)[..., : values.shape[1]].to(query.dtype)
-    return torch.bmm(weights.flatten(1, 2), values).view_as(query)
-
-
-@dataclass(slots=True, eq=False)
-class Survey:
-    """Notes what a pass through a model asks of attention, in the place of a SlotBatch. Every token sees itself."""
-
-    shapes: list[tuple[int, int, int | None]] = field(default_factory=list[tuple[int, int, int | None]])
-    """(kv heads, head dim, sliding window) of each call."""
-
-    def note(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-        self.shapes.append((key.shape[1], max(key.shape[3], value.shape[3]), window))
-        return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous()
+    if scoring is None or scoring.only_hides:
+        scores = torch.baddbmm(bias, query, keys, alpha=scaling)
+    else:
+        scores = torch.bmm(query, keys) * scaling
+        if scoring.cap is not None:
+            scores = scoring.cap * torch.tanh(scores / scoring.cap)
+        scores = scores + bias
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.repeat_interleave(query.shape[1] // scoring.sinks.shape[1], 1)
+            scores = torch.cat([scores, sinks.repeat(len(query) // len(sinks), 1)[..., None].to(scores)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : values.shape[1]].to(query.dtype)
+    return torch.bmm(weights, values)
 
 
 _now = threading.local()
 
 
 @contextmanager
-def computing(batch: SlotBatch | Survey) -> Iterator[None]:
-    """`slot_attention` is called for the tokens of this batch meanwhile, on this thread."""
+def computing(batch: Any) -> Iterator[None]:
+    """`slot_attention` is called for the tokens of a SlotBatch meanwhile, on this thread; or for a Survey to see."""
     _now.batch = batch
     try:
         yield
@@ -460,26 +438,25 @@ def slot_attention(
     refuse_tensors(module, {"attention_mask": attention_mask, **options, "s_aux": None})
     if options.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} lets tokens see what comes after them")
-    window, cap, sinks = (options.get(name) for name in ("sliding_window", "softcap", "s_aux"))
-    batch: SlotBatch | Survey = _now.batch
-    if isinstance(batch, Survey):
-        note_scores(module, query, key, scaling)
-        return batch.note(query, key, value, window), None
-    if window is not None and window >= batch.cache.max_length:
-        window = None
-    is_plain = window is None and cap is None and sinks is None
-    num_heads, size, width, value_width = *query.shape[1::2], batch.cache.head_dim, value.shape[3]
-    if (num_kv_heads := batch.cache.num_kv_heads) != key.shape[1]:
-        key, value = (part.repeat_interleave(num_kv_heads // key.shape[1], 1) for part in (key, value))
+    batch = _now.batch
+    if not isinstance(batch, SlotBatch):
+        return batch.note(module, query, key, value, scaling, options.get("sliding_window")), None
+    cache, scoring = batch.cache, None
+    cap, sinks = options.get("softcap"), options.get("s_aux")
+    window = min(options.get("sliding_window") or cache.max_length, cache.max_length)
+    if window < cache.max_length or cap is not None or sinks is not None:
+        scoring = Scoring(window, cap, None if sinks is None else sinks.view(cache.num_kv_heads, -1))
+    if cache.num_kv_heads != key.shape[1]:
+        key, value = (part.repeat_interleave(cache.num_kv_heads // key.shape[1], 1) for part in (key, value))
+    num_heads, size, value_size = *query.shape[1::2], value.shape[3]
     # Zeros at the end of each head: keys and values of unequal sizes share a cache.
     query, key, value = (
-        part[0] if part.shape[-1] == width else F.pad(part[0], (0, width - part.shape[-1]))
+        part[0] if part.shape[-1] == cache.head_dim else F.pad(part[0], (0, cache.head_dim - part.shape[-1]))
         for part in (query, key, value)
     )
     keys_values = torch.cat([key, value]).transpose(0, 1)
-    scoring = None if is_plain else Scoring(window=window, cap=cap, sinks=sinks)
     output = attend(next(batch.calls), query.transpose(0, 1), keys_values, batch, scaling or size**-0.5, scoring)
-    return output.view(1, -1, num_heads, width)[..., :value_width].contiguous(), None
+    return output.view(1, -1, num_heads, cache.head_dim)[..., :value_size].contiguous(), None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,30 +22,29 @@ from torch import nn
 from transformers import Cache
 
 from arl.engine.local.adapters import LoadedAdapters
-from arl.engine.local.slot_attention import Chunk, SlotCache, Survey, computing
+from arl.engine.local.slot_attention import Chunk, SlotCache, computing
+from arl.engine.trial import note_scores
 
 _Boxes = list[tuple[Any, Any]]
 """Where a cache of transformers holds its tensors: (dict or list, key)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Exported:
+class Exported(NamedTuple):
     """A copy of a row."""
 
     content: Any
     nbytes: int
 
 
-@dataclass(slots=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """Some of a step's tokens: one of each decoding row, or those of a chunk."""
 
     tokens: slice
     rows: slice
     cache: Cache
-    is_decoding: bool = False
-    boxes: _Boxes = field(default_factory=list[tuple[Any, Any]])
+    boxes: _Boxes | None = None
     """Those of the cache, if it began with states."""
+    is_decoding: bool = False
 
     def of(self, value: Any, num_tokens: int) -> Any:
         """The part of an argument that belongs to these tokens, if it has one for each of the step's."""
@@ -58,11 +56,9 @@ class _Part:
 
     def result(self, value: Any) -> Any:
         """[1, tokens, ..] of something that has a part for each token; else None."""
-        num_tokens = self.tokens.stop - self.tokens.start
-        shape = (num_tokens, 1) if self.is_decoding else (1, num_tokens)
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
-            return None
-        return value.transpose(0, 1) if self.is_decoding else value
+        value = value.transpose(0, 1) if self.is_decoding and isinstance(value, torch.Tensor) else value
+        is_ours = isinstance(value, torch.Tensor) and value.shape[:2] == (1, self.tokens.stop - self.tokens.start)
+        return value if is_ours else None
 
 
 class StateCache(SlotCache):
@@ -70,25 +66,18 @@ class StateCache(SlotCache):
 
     can_rewind = False
 
-    def __init__(self, survey: ModelSurvey, goes_on: str, config: Any, adapters: LoadedAdapters, **slots: Any) -> None:
-        """goes_on: with how many tokens of a prompt the modules go on from a state at once, "many" or "one"."""
-        self._goes_on = goes_on
-        self._kind, self._config, self._adapters = type(survey.cache), config, adapters
+    def __init__(self, way: str, survey: Survey, adapters: LoadedAdapters, **slots: Any) -> None:
+        """way: one of WAYS."""
+        self._way, self._empty, self._adapters = way, survey.cache, adapters
         self._states: list[torch.Tensor] = []
         """[rows, ..] for each tensor that a cache holds; modules change them in place."""
         self._used: Cache | None = None
         """A cache with all its states, for its structure."""
-        self._spare: list[tuple[Cache, _Boxes]] = []
+        self._spares: list[tuple[Cache, _Boxes]] = []
         self._parts: Sequence[_Part] = ()
         super().__init__(**slots)
         for module, name in survey.recurrent.items():
             module.forward = self._apart(module.forward, name)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _new(self) -> Cache:
-        try:
-            return self._kind(config=self._config)  # pyright: ignore[reportCallIssue]
-        except TypeError:
-            return self._kind()
 
     # ---- a pass through the model -----------------------------------------------------------------------------
 
@@ -98,50 +87,39 @@ class StateCache(SlotCache):
         start = len(positions) - sum(chunk.length for chunk in chunks)
         parts = list[_Part]()
         if start:
-            for row in np.flatnonzero(positions[:start] == 0).tolist():  # a prompt of one token
-                for state in self._states:
-                    state[row] = 0
-            parts.append(self._from(slice(0, start), slice(0, start), len(parts)))
-            parts[0].is_decoding = True
+            for state in self._states:
+                state[:start][torch.from_numpy(positions[:start] == 0)] = 0  # prompts of one token
+            parts.append(_Part(slice(0, start), slice(0, start), *self._spare(0, slice(0, start)), is_decoding=True))
         for chunk in chunks:
-            tokens, row = slice(start, start + chunk.length), slice(chunk.row, chunk.row + 1)
-            start = tokens.stop
-            if chunk.start == 0:
-                parts.append(_Part(tokens, row, self._new()))
-                continue
-            part = self._from(tokens, row, len(parts))
-            step = chunk.length if self._goes_on == "many" else 1
-            firsts = range(tokens.start, tokens.stop, step)
-            parts += [_Part(slice(first, first + step), row, part.cache, boxes=part.boxes) for first in firsts]
+            row, stop = slice(chunk.row, chunk.row + 1), start + chunk.length
+            goes_on = chunk.start > 0
+            cache, boxes = self._spare(len(parts), row) if goes_on else (copy.deepcopy(self._empty), None)
+            step = 1 if goes_on and "one" in self._way else chunk.length
+            parts += [_Part(slice(i, i + step), row, cache, boxes) for i in range(start, stop, step)]
+            start = stop
         self._parts = parts
         try:
             yield
         finally:
             self._parts = ()
         for part in parts:
-            self._keep(part)
+            boxes = part.boxes or list(_tensors(part.cache))
+            if self._used is None:
+                self._used = copy.deepcopy(part.cache)
+                with torch.inference_mode(False):
+                    self._states = [box[key].new_zeros(self.num_rows, *box[key].shape[1:]) for box, key in boxes]
+            for (box, key), state in zip(boxes, self._states, strict=True):
+                if box[key].data_ptr() != state[part.rows].data_ptr():
+                    state[part.rows] = box[key]
 
-    def _from(self, tokens: slice, rows: slice, number: int) -> _Part:
-        """The part of a pass with this number, which goes on from the states of its rows."""
-        while len(self._spare) <= number:
-            cache = copy.deepcopy(self._used)
-            if cache is None:
-                raise RuntimeError("decoding came before any prompt")
-            self._spare.append((cache, list(_tensors(cache))))
-        cache, boxes = self._spare[number]
-        for (box, key), state in zip(boxes, self._states, strict=True):
+    def _spare(self, number: int, rows: slice) -> tuple[Cache, _Boxes]:
+        """A cache that has the states of these rows, for the part of a pass with this number."""
+        while len(self._spares) <= number:
+            cache: Any = copy.deepcopy(self._used)
+            self._spares.append((cache, list(_tensors(cache))))
+        for (box, key), state in zip(self._spares[number][1], self._states, strict=True):
             box[key] = state[rows]
-        return _Part(tokens, rows, cache, boxes=boxes)
-
-    def _keep(self, part: _Part) -> None:
-        boxes = part.boxes or list(_tensors(part.cache))
-        if self._used is None:
-            self._used = copy.deepcopy(part.cache)
-            with torch.inference_mode(False):
-                self._states = [box[key].new_zeros(self.num_rows, *box[key].shape[1:]) for box, key in boxes]
-        for (box, key), state in zip(boxes, self._states, strict=True):
-            if box[key].data_ptr() != state[part.rows].data_ptr():
-                state[part.rows] = box[key]
+        return self._spares[number]
 
     def _apart(self, own: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A recurrent module's forward, which computes one part after another. name: of the argument for a cache."""
@@ -180,7 +158,7 @@ class StateCache(SlotCache):
 
     def release(self) -> None:
         super().release()
-        self._states, self._spare = [state.new_zeros(0, *state.shape[1:]) for state in self._states], []
+        self._states, self._spares = [state.new_zeros(0, *state.shape[1:]) for state in self._states], []
 
     def reserve(self, num_rows: int, length: int) -> None:
         super().reserve(num_rows, length)
@@ -215,9 +193,9 @@ class OwnCache:
 
     can_rewind = False
 
-    def __init__(self, goes_on: str) -> None:
-        """goes_on: as in a StateCache, or "never": rows are the tokens so far."""
-        self.goes_on = goes_on
+    def __init__(self, way: str) -> None:
+        """way: one of WAYS. With "never", rows are the tokens so far."""
+        self.way = way
         self.rows: dict[int, Any] = {}
 
     def runs(self, positions: Sequence[int], chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -225,7 +203,7 @@ class OwnCache:
         num_decoding = len(positions) - sum(chunk.length for chunk in chunks)
         runs = [Chunk(row=row, start=positions[row], length=1) for row in range(num_decoding)]
         for chunk in chunks:
-            size = 1 if self.goes_on == "one" and chunk.start else chunk.length
+            size = 1 if "one" in self.way and chunk.start else chunk.length
             runs += [Chunk(row=chunk.row, start=i, length=size) for i in range(chunk.start, chunk.end, size)]
         return runs
 
@@ -269,46 +247,48 @@ def _num_bytes(cache: Any) -> int:
     return sum(box[key].nbytes for box, key in _tensors(cache))
 
 
-@dataclass(slots=True, eq=False)
-class ModelSurvey(Survey):
-    """What a pass through a model shows of it."""
+class Survey:
+    """What a pass through a model, in which it makes a cache, shows of its modules. Each token attends to itself."""
 
-    recurrent: dict[nn.Module, str] = field(default_factory=dict[nn.Module, str])
-    """The innermost modules that leave tensors in a cache without calling the attention function, and the argument by
-    which they take it."""
-    cache: Any = None
-    """The cache that the model made."""
-    error: Exception | None = None
-    """What the pass raised."""
-
-    @classmethod
-    def of(cls, model: nn.Module, run: Callable[[], object]) -> ModelSurvey:
-        """run: makes a pass through the model, in which the model makes a cache."""
-        survey = cls()
-        begun: list[tuple[int, int, int]] = []
-
-        def counts(args: Any, kwargs: Any) -> tuple[int, int, int]:
-            caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-            survey.cache = caches[0] if caches else survey.cache
-            return sum(1 for cache in caches for _ in _tensors(cache)), len(survey.shapes), len(survey.recurrent)
-
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.append(counts(args, kwargs))
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
-            (tensors, *others), (tensors_now, *others_now) = begun.pop(), counts(args, kwargs)
-            if tensors_now > tensors and others_now == others:
-                bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-                survey.recurrent[module] = next(name for name, value in bound.items() if isinstance(value, Cache))
-
-        handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
-        handles += [module.register_forward_hook(leave, with_kwargs=True) for module in model.modules()]
+    def __init__(self, model: nn.Module, tokens: torch.Tensor) -> None:
+        """tokens [1, T]. What the pass raises is kept as `error`."""
+        self.shapes: list[tuple[int, int, int | None]] = []
+        """(kv heads, head dim, sliding window) of each call of the attention function."""
+        self.recurrent: dict[nn.Module, str] = {}
+        """The innermost modules that leave tensors in the cache without calling the attention function, with the name
+        of the argument that takes the cache."""
+        self.cache: Any = None
+        """As the model makes it: empty."""
+        self.error: Exception | None = None
+        self._begun: list[tuple[int, ...]] = []
+        handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in model.modules()]
+        handles += [module.register_forward_hook(self._leave, with_kwargs=True) for module in model.modules()]
         try:
-            with computing(survey):
-                run()
+            with computing(self):
+                model(input_ids=tokens, use_cache=True)
         except Exception as error:  # noqa: BLE001 - the model's code, used as it was not meant to be
-            survey.error = error
+            self.error = error
         finally:
             for handle in handles:
                 handle.remove()
-        return survey
+
+    def note(self, module: nn.Module, query: Any, key: Any, value: Any, scaling: Any, window: int | None) -> Any:
+        """A call of the attention function."""
+        note_scores(module, query, key, scaling)
+        self.shapes.append((key.shape[1], max(key.shape[3], value.shape[3]), window))
+        return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous()
+
+    def _counts(self, values: Iterable[Any]) -> tuple[int, ...]:
+        caches = [value for value in values if isinstance(value, Cache)]
+        if caches and self.cache is None:
+            self.cache = copy.deepcopy(caches[0])
+        return sum(len(list(_tensors(cache))) for cache in caches), len(self.shapes), len(self.recurrent)
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._begun.append(self._counts((*args, *kwargs.values())))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        before, now = self._begun.pop(), self._counts((*args, *kwargs.values()))
+        if now[0] > before[0] and now[1:] == before[1:]:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            self.recurrent[module] = next(name for name, value in bound.items() if isinstance(value, Cache))
