@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -220,12 +220,17 @@ def moved_states(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Te
 def compared(
     own: Sequence[torch.Tensor], moved: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """(the largest difference of any logit from the model's own, how large it may be). Each [T_i, V] in float32."""
-    difference, noise, size = 0.0, 0.0, 0.0
-    for x, y, z in zip(own, moved, ours, strict=True):
-        difference = max(difference, (z - x).abs().max().nan_to_num(torch.inf).item())
-        noise, size = max(noise, (y - x).abs().max().item()), max(size, x.abs().max().item())
-    return difference, _ROUNDINGS * max(noise, torch.finfo(torch.float32).eps * size)
+    """(the largest difference of any logit from the model's own, how large it may be). Each [T_i, V] in float32.
+
+    moved: of the last sequences at least.
+    """
+
+    def largest(differences: Iterable[torch.Tensor]) -> float:
+        return max(x.abs().max().nan_to_num(torch.inf).item() for x in differences)
+
+    noise = largest(y - x for x, y in zip(own[-len(moved) :], moved, strict=True))
+    bound = _ROUNDINGS * max(noise, torch.finfo(torch.float32).eps * largest(own))
+    return largest(z - x for x, z in zip(own, ours, strict=True)), bound if bound < torch.inf else 0.0
 
 
 def remembered(name: str | Path, what: Mapping[str, str], choose: Callable[[], str]) -> str:

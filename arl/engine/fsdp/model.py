@@ -136,10 +136,12 @@ def _tried(model: PreTrainedModel, head: Head) -> str:
 
 
 def _to_logits(model: PreTrainedModel, head: Head, form: LogitsForm, states: torch.Tensor) -> torch.Tensor:
-    """[M, H] -> float32 [M, V]; [M, 1] of a value head."""
+    """[M, H] -> float32 logits of about a thousand tokens of the vocabulary, [M, <= 2048]; [M, 1] of a value head."""
     if head == "value":
         return token_values(states, score_weight(model))[:, None]
-    logits = form.scale * nn.functional.linear(states.float(), head_weight(model).float(), head_bias(model))
+    weight, bias = head_weight(model), head_bias(model)
+    some = slice(None, None, len(weight) // 1024 + 1)
+    logits = form.scale * nn.functional.linear(states.float(), weight[some], None if bias is None else bias[some])
     return logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
 
 

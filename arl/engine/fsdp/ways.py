@@ -162,7 +162,8 @@ def find_way(model: PreTrainedModel, to_logits: Callable[[torch.Tensor], torch.T
         refused.append(f"packed or mixed: {_said(error)}")
         first = []
     with easily_told(model, seen):
-        own, moved = ([to_logits(x) for x in run(model, sequences)] for run in (own_states, moved_states))
+        own = [to_logits(states) for states in own_states(model, sequences)]
+        moved = [to_logits(states) for states in moved_states(model, sequences[-1:])]
         for way in (*first, "apart sdpa", "apart eager"):
             try:
                 with closing(RowDecoder(model, way)) as decoder:
