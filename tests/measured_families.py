@@ -110,7 +110,7 @@ def serving(directory: Path) -> Measured:
     cached, (whole,) = reference_cached_logits(twin, turn, len(first.input_ids)), reference_logits(twin, [turn])
     own = _difference(cached.log_softmax(-1), whole.log_softmax(-1))
     note = f"transformers' own cache {short(own)}" if not own < 1e-4 else ""
-    return Measured(nats=error, way="slots", note=note)
+    return Measured(nats=error, way=batch._runner.way, note=note)
 
 
 def publishing(directory: Path) -> Measured:
