@@ -32,6 +32,8 @@ from arl.engine.local.weight_receiver import read_directory
 
 _CPU = torch.device("cpu")
 _LENGTHS, _SHARED = (30, 26, 19), 15
+_DIFFERENT = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+"""No token stands twice: a model that attends to the best of equal ones chooses by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +100,11 @@ def adapting(directory: Path) -> Measured:
 def serving(directory: Path) -> Measured:
     """Two requests at once, whose prompts are computed in parts, and a next turn of one of them."""
     batch, twin = _batch(directory), _twin(directory)
-    first, second = jobs = [_job(_tokens(length, length)) for length in (21, 34)]
+    one, other, more = _DIFFERENT[:64].split((21, 34, 9))
+    first, second = jobs = [_job(prompt.tolist()) for prompt in (one, other)]
     _run(batch, jobs)
     turn = [*first.input_ids, *first.output_ids]
-    following = _job([*turn, *_tokens(9, 3)], start=len(turn))
+    following = _job([*turn, *more.tolist()], start=len(turn))
     _run(batch, [following])
     error = 0.0
     for job in (first, second, following):
@@ -127,7 +130,7 @@ def publishing(directory: Path) -> Measured:
         return Measured(nats=error, note="no server")
     form = servers[0]._runner.stored_form
     servers[0].load(form.parameters(read_directory(str(published), form.shapes, form.tied)), "1")
-    updated, fresh = _job(_tokens(34, 34)), _job(_tokens(34, 34))
+    updated, fresh = (_job(_DIFFERENT[:34].tolist()) for _ in range(2))
     for server, job in zip(servers, (updated, fresh), strict=True):
         _run(server, [job])
     return Measured(nats=max(error, _difference(_answer(updated), _answer(fresh))))
@@ -158,14 +161,9 @@ def short(error: float) -> str:
     return f"{error:.0e}".replace("e-0", "e-").replace("e+00", "")
 
 
-def _tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def _sequences() -> list[torch.Tensor]:
-    """No token stands twice: a model that chooses the best of equal ones chooses by chance."""
-    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(0))
-    prefix, *rests = tokens[: sum(_LENGTHS) - 2 * _SHARED].split([_SHARED, *(length - _SHARED for length in _LENGTHS)])
+    own = [length - _SHARED for length in _LENGTHS]
+    prefix, *rests = _DIFFERENT[: _SHARED + sum(own)].split([_SHARED, *own])
     return [torch.cat([prefix, rest]) for rest in rests]
 
 
