@@ -39,19 +39,16 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def router_layers(model: Any) -> set[str]:
-    """The names of layers that choose among fused experts: one with an output for each expert that goes into no layer
-    beside it, and others of the same router, a module beside the experts."""
+    """The names of layers that choose among fused experts: with an output for each expert, and none beside them takes
+    these."""
     found, modules = set[str](), dict(model.named_modules())
     num_experts = num_experts_of(model.config.get_text_config())
     for path, experts in modules.items():
         sizes = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
-        if num_experts not in sizes:
-            continue
         block = path.rpartition(".")[0]
-        for name, module in modules[block].named_modules(prefix=block):
+        for name, module in modules[block].named_modules(prefix=block) if num_experts in sizes else ():
             if isinstance(module, nn.Linear) and module.out_features in sizes:
                 beside = modules[name.rpartition(".")[0]].children()
                 if not any(isinstance(other, nn.Linear) and other.in_features in sizes for other in beside):
-                    router = f"{block}.{name.removeprefix(f'{block}.').partition('.')[0]}"
-                    found.update(part for part, _ in modules[router].named_modules(prefix=router))
+                    found.add(name)
     return found
