@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from decoder_families import reference_logits, write_family
+from embedded_server import server_process
 from loaders import Receiver, Servers, mirror_here
-from published import Trainee, trainee
+from published import Trainee, client, request, trainee
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -51,7 +52,9 @@ class Served(Receiver):
         return self.runner.forward(StepInput(token_ids=TOKENS, positions=places, chunks=[chunk]))[0]
 
 
-@pytest.mark.parametrize("family", ["apertus", "deepseek_v3", "dots1", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "family", ["apertus", "deepseek_v3", "exaone_moe", "gpt_oss", "llama4_text", "minimax_m2", "qwen3_next"]
+)
 async def test_each_transport_brings_persistent_buffers_and_fused_experts(family: str, tmp_path: Path):
     source, other = write_family(family, tmp_path / "source"), write_family(family, tmp_path / "other", seed=1)
     expected = reference_logits(AutoModelForCausalLM.from_pretrained(source).eval(), [TOKENS])[0]
@@ -70,6 +73,18 @@ async def test_each_transport_brings_persistent_buffers_and_fused_experts(family
                 with closing(transport):
                     await publish(transport, trainer, server)
                 torch.testing.assert_close(server.logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+async def test_a_server_process_of_other_weights_takes_a_mixture_by_broadcast(tmp_path: Path):
+    source, other = write_family("glm4_moe", tmp_path / "source"), write_family("glm4_moe", tmp_path / "other", seed=1)
+    opened = closing(DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000))
+    with server_process(str(other)) as server, trainee(source, tmp_path) as trainer, opened as transport:
+        async with client(server) as engine:
+            await transport.deliver(transport.snapshot(trainer.engine), engine)
+            trainer.assert_of_its_versions(await engine.agenerate(request(20)))
+            trainer.train()
+            await transport.deliver(transport.snapshot(trainer.engine), engine)
+            trainer.assert_of_its_versions(await engine.agenerate(request(20)))
 
 
 async def publish(transport: Any, trainer: Trainee, server: Served) -> None:
