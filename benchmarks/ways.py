@@ -3,9 +3,9 @@
     python benchmarks/ways.py
 
 Training: forward and backward of a packed row, 8 sequences of 384 tokens that share 128, by a Qwen3 (4 layers, hidden
-size 256) that is packed, and forced to be computed apart; and by a Qwen3-Next, whose recurrent layers are apart. Serving:
-16 requests of 64 tokens and 64 more, by a Qwen3-Next with states, and forced to use transformers' own caches. Of five
-rounds in turns the best counts.
+size 256) that is packed, and forced to be computed apart; and by a Qwen3-Next, whose recurrent layers are apart.
+Serving: 16 requests of 64 tokens and 64 more, by a Qwen3-Next with states, and forced to use transformers' own caches.
+Of five rounds in turns the best counts.
 """
 
 from __future__ import annotations
