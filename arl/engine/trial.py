@@ -42,7 +42,7 @@ _RAISED_SCORE = 30.0
 """Caps lie at 20 to 50 (Gemma 2, Grok): there a tanh is off by a tenth, and a softmax still sees many tokens."""
 _ROUNDINGS = 64.0
 """A way may differ by this many times what one rounding of the embeddings does. A layer rounds about a dozen times, in
-another order each way; errors add up like random steps. A missing cap, window or state differs 1,000 times as much."""
+another order each way; errors add up like random steps."""
 
 _scores: dict[nn.Module, float] | None = None
 
@@ -145,9 +145,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 def decoder_of(model: Any) -> Any:
     """The part of a language model, or of a classifier, that makes states of tokens."""
     decoder, embeddings = model.get_decoder(), model.get_input_embeddings()
-    if decoder is model or all(
-        module is not embeddings for module in decoder.modules()
-    ):  # transformers guesses by names
+    if decoder is model or embeddings not in decoder.modules():  # transformers guesses by names
         parts = (child for child in model.children() if isinstance(child, PreTrainedModel))
         decoder = next((part for part in parts if embeddings in part.modules()), decoder)
     return decoder
@@ -236,10 +234,11 @@ def compared(
 def remembered(name: str | Path, what: Mapping[str, str], choose: Callable[[], str]) -> str:
     """What `choose` found, for this model, arl's code, the libraries, and `what` else it depends on: from the user's
     cache, if it was chosen before. What it raises is not kept."""
-    if (digest := model_digest(str(name))) is None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "arl", "ways")
+    if (digest := model_digest(str(name))) is None or not cache.is_absolute():  # a user without a home
         return choose()
     key = hashlib.sha256(json.dumps([digest, dict(what), *_versions()]).encode()).hexdigest()
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "arl", "ways", key)
+    file = cache / key
     with suppress(OSError):
         return file.read_text()
     chosen = choose()
