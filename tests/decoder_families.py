@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from arl.engine.tiny import tiny_tokenizer, write_model
@@ -36,6 +42,9 @@ FAMILIES: tuple[str, ...] = tuple(
     qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv seed_oss smollm3 solar_open
     stablelm starcoder2 vaultgemma xglm xlstm youtu zamba zamba2 zaya""".split()  # noqa: SIM905
 )
+
+SEEING = ("gemma3", "gemma4", "glm4v", "internvl", "kimi_k25", "llama4", "mistral3", "qwen3_5")
+"""Wrappers of a text family and a tower, of which texts are tried."""
 
 VOCABULARY, CONTEXT, LAYERS = 288, 256, 4
 
@@ -127,6 +136,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "glm4v_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     "granite_swa": {"layer_rope_theta": [0, 10_000.0, 0, 1_000.0]},
     "granitemoe_swa": {"layer_rope_theta": [0, 10_000.0, 0, 1_000.0]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8},
@@ -162,9 +172,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
+    "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64,
+    "vision_output_dim": 64, "projector_input_dim": 32, "projector_output_dim": 64,
+}  # fmt: skip
+
+
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """The defaults of the family's config with every size shrunk, and layers of each kind that these defaults have."""
     config_class = CONFIG_MAPPING[model_type]
+    if model_type in SEEING:
+        return _seeing(config_class)
     default, changes = config_class(), dict[str, Any]()
     default.allow_global_per_layer_attribute_access = True
     names = {field.name for field in fields(config_class)}
@@ -182,11 +201,21 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     return config_class(**changes | _OVERRIDES.get(model_type, {}))
 
 
+def _seeing(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Around the tiny config of its text part."""
+    kind = config_class.sub_configs["vision_config"]
+    vision = type(config_class().vision_config) if kind is AutoConfig else kind
+    sizes = {name: size for name, size in _VISION.items() if hasattr(vision(), name)}
+    text = tiny_config(config_class().get_text_config().model_type)
+    return config_class(text_config=text.to_dict(), vision_config=vision(**sizes).to_dict())
+
+
 def tiny_family(model_type: str, seed: int = 0) -> PreTrainedModel:
     """float32, in evaluation mode, the same for a seed. No parameter or saved bias has a neutral value."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).eval()
+        auto = AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
+        model = auto.from_config(tiny_config(model_type), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     seen = set[int]()
     parameters = dict(model.named_parameters())

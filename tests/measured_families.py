@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from decoder_families import reference_cached_logits, reference_logits, write_family
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from arl.api.errors import ArlError, ModelError
 from arl.api.settings.engines import LoRAConfig
@@ -29,6 +29,7 @@ from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import IterationTimes, RunningBatch
 from arl.engine.local.sequences import Job
 from arl.engine.local.weight_receiver import read_directory
+from arl.engine.model_files import whole_class
 
 _CPU = torch.device("cpu")
 _LENGTHS, _SHARED = (30, 26, 19), 15
@@ -175,7 +176,8 @@ def _row() -> Microbatch:
 
 def _twin(directory: Path) -> PreTrainedModel:
     """The model as transformers runs it by itself."""
-    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    auto = whole_class(AutoConfig.from_pretrained(directory))
+    return auto.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

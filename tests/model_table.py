@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import Any
 
-from decoder_families import FAMILIES
+from decoder_families import FAMILIES, SEEING
 from measured_families import MEASURES, short
 from nursery import Nursery
 
@@ -110,7 +110,7 @@ def main() -> None:
     chosen = parser.parse_args().families
     rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as cache, Nursery(["measured_families"], XDG_CACHE_HOME=cache) as nursery:
-        for family in chosen or FAMILIES:
+        for family in chosen or (*FAMILIES, *SEEING):
             rows[family] = measured(family, nursery)
             print(line(family, rows[family]), end="", flush=True)
             for name, found in rows[family].items():

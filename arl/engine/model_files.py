@@ -167,6 +167,15 @@ def model_digest(name: str) -> str | None:
     return digest.hexdigest()
 
 
+def whole_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads all of a language model: with its tower if it sees, as its files have it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    sees = SEEING.get(config.model_type) in (config.architectures or ())
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 def load_part(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
     """Load `what` of a model with one of transformers' Auto classes. Raises ModelError."""
     try:

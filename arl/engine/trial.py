@@ -148,6 +148,8 @@ def decoder_of(model: Any) -> Any:
     if decoder is model or embeddings not in decoder.modules():  # transformers guesses by names
         parts = (child for child in model.children() if isinstance(child, PreTrainedModel))
         decoder = next((part for part in parts if embeddings in part.modules()), decoder)
+    if decoder is not model and model.get_output_embeddings() in decoder.modules():  # a whole language model
+        return decoder_of(decoder)
     return decoder
 
 

@@ -19,6 +19,8 @@ KINDS = {
     "stablelm": ("mixed", "slots"),  # keyword arguments do not reach its attention
     "llama4_text": ("apart", "own"),  # chunks that its mask alone has
     "bloom": ("apart", "own"),  # attention of its own
+    "mistral3": ("packed", "slots"),  # a model that sees, of texts
+    "qwen3_5": ("mixed", "states"),
 }
 
 

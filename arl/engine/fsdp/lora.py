@@ -31,6 +31,7 @@ from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.vision import vision_tower
 from arl.engine.linear_layers import linear_layers, router_layers
+from arl.engine.trial import decoder_of
 from arl.engine.weights.distributed import rows_of
 
 _ADAPTER = "default"
@@ -172,8 +173,10 @@ class RankAdapter:
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft, kind = _peft(), type(model).__name__
-    names = [name for name, _ in model.named_modules() if name and not re.fullmatch(_TOWER, name)]
-    linear = linear_layers(model, (model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)))
+    heads = model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)
+    within = {*decoder_of(model).modules(), *heads}  # without a tower that sees, and what projects its output
+    names = [name for name, module in model.named_modules() if module in within]
+    linear = linear_layers(model, heads)
     if config.target_modules == "all-linear":
         # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
         routers = router_layers(model)

@@ -21,8 +21,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -50,6 +48,7 @@ from arl.engine.model_files import (
     load_part,
     load_tokenizer,
     local_directory,
+    whole_class,
 )
 from arl.engine.trial import remembered, transformer_layers
 from arl.engine.weights.distributed import spec_of, torch_dtype
@@ -97,14 +96,14 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
                 f"{name} sees images, and arl has no value head for such models; use an advantage estimator without a "
                 "critic, or train a model of texts"
             )
-        model, report = load_part(AutoModelForImageTextToText, name, "it", **options)
+        model, report = load_part(whole_class(config), name, "it", **options)
         if (tower := vision_tower(model)) is not None:  # its patches see each other in both directions, image by image
             tower.config._attn_implementation = VISION_ATTENTION
     elif head == "value":
         with _unreported():
             model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
     else:
-        model, report = load_part(AutoModelForCausalLM, name, "it", **options)
+        model, report = load_part(whole_class(config), name, "it", **options)
     is_causal = any(architecture.endswith("ForCausalLM") for architecture in config.architectures or ())
     is_new_head = head == "value" and is_causal
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())

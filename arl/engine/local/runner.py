@@ -26,8 +26,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
@@ -41,7 +39,7 @@ from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, Sl
 from arl.engine.local.states import OwnCache, StateCache, Survey
 from arl.engine.local.vision import PART, ShownImages, Tower
 from arl.engine.local.weight_receiver import StoredForm, WeightsError, check_fit, named
-from arl.engine.model_files import file_dtypes
+from arl.engine.model_files import file_dtypes, whole_class
 from arl.engine.routers import Routers, find_routers
 from arl.engine.trial import (
     attending,
@@ -143,9 +141,7 @@ class ModelRunner:
             raise ModelError(f"context_length is {context_length}; {why} {limit} tokens at most")
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
         takes_images = self.config.model_type in FAMILIES and not self.is_scorer
-        kind: Any = AutoModelForCausalLM
-        if self.is_scorer or takes_images:
-            kind = AutoModelForSequenceClassification if self.is_scorer else AutoModelForImageTextToText
+        kind = AutoModelForSequenceClassification if self.is_scorer else whole_class(self.config)
         self.model = _read_model(model_dir, kind, getattr(torch, dtype)).to(self.device)
         for parameter in self.model.parameters():
             if not parameter.untyped_storage().resizable():  # mapped from a file: it could not be released
