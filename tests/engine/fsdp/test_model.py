@@ -104,6 +104,13 @@ def test_the_first_way_that_is_right_is_chosen(
     assert load_model(write_model(tmp_path, model_class, **config)).decoder.way == way
 
 
+@pytest.fixture
+def _new_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered of models that were loaded before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_new_trial")
 def test_a_soft_cap_that_is_lost_is_told_from_rounding_though_scores_are_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -113,6 +120,7 @@ def test_a_soft_cap_that_is_lost_is_told_from_rounding_though_scores_are_small(
     assert load_model(directory).decoder.way == "apart eager"
 
 
+@pytest.mark.usefixtures("_new_trial")
 def test_a_model_that_no_way_computes_rightly_is_refused_by_its_kind_and_how_far_off(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
