@@ -106,7 +106,7 @@ def local_directory(name: str) -> str:
         raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
 
 
-def _copy_here(name: str | Path) -> Path:
+def copy_here(name: str | Path) -> Path:
     """`name` if it is a directory; else the local copy of the hub's model. Raises OSError if there is none."""
     if Path(name).is_dir():
         return Path(name)
@@ -119,7 +119,7 @@ def file_dtypes(name: str | Path) -> dict[str, str]:
     """The dtype, such as BF16, of each tensor in a model's safetensors. Empty if it is not here or has none."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
-        for file in sorted(_copy_here(name).glob("model*.safetensors")):
+        for file in sorted(copy_here(name).glob("model*.safetensors")):
             with file.open("rb") as opened:
                 header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
             found |= {key: entry["dtype"] for key, entry in header.items() if key != "__metadata__"}
@@ -147,7 +147,7 @@ def model_digest(name: str) -> str | None:
     None if it is not here, or has no safetensors.
     """
     try:
-        directory = _copy_here(name)
+        directory = copy_here(name)
         config = json.loads((directory / "config.json").read_bytes())
         known = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())

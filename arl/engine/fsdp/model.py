@@ -43,6 +43,7 @@ from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tow
 from arl.engine.fsdp.ways import RowDecoder, find_way
 from arl.engine.model_files import (
     as_stored,
+    copy_here,
     end_token_ids,
     file_dtypes,
     load_part,
@@ -318,6 +319,8 @@ def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
             # save_pretrained refuses the generation configs of some published models.
             loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
         written = {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}
+    if loaded.head == "policy":  # as it was: transformers leaves out fields that it translates, and servers read those
+        written["config.json"] = (copy_here(str(loaded.stored_config.name_or_path)) / "config.json").read_bytes()
     if loaded.processor is None:
         return written
     # The files that say how servers make pixels of images, as they are in the model's directory.

@@ -1,5 +1,6 @@
 """What models of many kinds hold besides parameters of one tensor each: servers of other weights get all of it."""
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,13 @@ def test_a_layer_that_files_name_unlike_others_keeps_its_name_though_transformer
     written = rewritten(tmp_path / "model", tmp_path / "written")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
+
+
+def test_fields_of_a_config_that_transformers_translates_are_written_as_servers_read_them(tmp_path: Path):
+    file = write_family("nemotron_h", tmp_path / "model") / "config.json"
+    config = json.loads(file.read_text())
+    kinds = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+    pattern = "".join(kinds[kind] for kind in config.pop("layers_block_type"))
+    file.write_text(json.dumps({**config, "hybrid_override_pattern": pattern}))
+    rewritten(tmp_path / "model", tmp_path / "written")
+    assert json.loads((tmp_path / "written" / "config.json").read_text())["hybrid_override_pattern"] == pattern
