@@ -172,7 +172,7 @@ def whole_class(config: PreTrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
-    sees = SEEING.get(config.model_type) in (config.architectures or ())
+    sees = SEEING.get(config.model_type) in (config.architectures or SEEING.values())
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 

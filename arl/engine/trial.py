@@ -153,6 +153,20 @@ def decoder_of(model: Any) -> Any:
     return decoder
 
 
+def beside_decoder(model: Any) -> dict[str, nn.Module]:
+    """The largest parts of a model that are neither of its decoder nor its head, such as a vision tower and what
+    projects its output, by name. A model of texts has none."""
+    if model.config.get_text_config() is model.config:
+        return {}
+    used = {*decoder_of(model).modules(), model.get_output_embeddings(), getattr(model, "score", None)}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_within = any(name.startswith(f"{other}.") for other in found)
+        if not is_within and used.isdisjoint(module.modules()) and any(True for _ in module.parameters()):
+            found[name] = module
+    return found
+
+
 def transformer_layers(model: Any) -> list[nn.Module]:
     """The decoder's repeated blocks: its longest list of modules, or all the lists in its parts. Raises ModelError."""
     parts = [decoder_of(model)]

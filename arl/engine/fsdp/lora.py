@@ -29,17 +29,14 @@ from arl.api.version import install_command
 from arl.engine.fsdp.model import ModelWriter, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
-from arl.engine.fsdp.vision import vision_tower
 from arl.engine.linear_layers import linear_layers, router_layers
-from arl.engine.trial import decoder_of
+from arl.engine.trial import beside_decoder
 from arl.engine.weights.distributed import rows_of
 
 _ADAPTER = "default"
 """peft's name for the one adapter there is. It is in parameters' names, not in files."""
 _VALUE_HEAD = "score"
 """The name of a sequence-classification model's head."""
-_TOWER = r"model\.visual\..*"
-"""A pattern of the names of a vision tower's modules."""
 
 
 class Adapters:
@@ -93,11 +90,11 @@ class Adapters:
     @property
     def _suffixes(self) -> list[str]:
         """Names by which peft finds the same layers: the last part of each if that is enough."""
-        last = {name.rpartition(".")[2] for name in self._layers}
+        last, beside = {name.rpartition(".")[2] for name in self._layers}, _beside(self.model)
         others = {
             name.rpartition(".")[2]
             for name, _ in self.model.named_modules()
-            if name not in self._layers and ".lora_" not in name and not re.fullmatch(_TOWER, name)
+            if name not in self._layers and ".lora_" not in name and not re.fullmatch(beside, name)
         }
         return sorted(self._layers if last & others else last)
 
@@ -173,10 +170,9 @@ class RankAdapter:
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft, kind = _peft(), type(model).__name__
-    heads = model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)
-    within = {*decoder_of(model).modules(), *heads}  # without a tower that sees, and what projects its output
-    names = [name for name, module in model.named_modules() if module in within]
-    linear = linear_layers(model, heads)
+    beside = _beside(model)
+    names = [name for name, _ in model.named_modules() if name and not re.fullmatch(beside, name)]
+    linear = linear_layers(model, (model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)))
     if config.target_modules == "all-linear":
         # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
         routers = router_layers(model)
@@ -189,7 +185,7 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
         for target in targets:
             if not any(f".{name}".endswith(target) for name in layers):
                 what = f"train.lora.target_modules names {target[1:]}, but no layer of this model"
-                where = "" if vision_tower(model) is None else " outside its vision tower"
+                where = " outside its vision tower" if beside else ""
                 raise ModelError(f"{what}{where} has that name")
         if others := [name for name in layers if name not in linear]:
             raise ModelError(
@@ -205,6 +201,11 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
     return layers
+
+
+def _beside(model: PreTrainedModel) -> str:
+    """A pattern of the names within a model's vision tower and the like; empty without one."""
+    return "|".join(rf"{re.escape(name)}(\..*)?" for name in beside_decoder(model))
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
@@ -252,8 +253,8 @@ def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes
     """adapter_config.json, the same bytes each time. It lists suffixes, as servers do not know "all-linear"."""
     saved = [_VALUE_HEAD] if _value_head(model) else None
     others = {"modules_to_save": saved, "base_model_name_or_path": base, "inference_mode": True}
-    if vision_tower(model) is not None:
-        others["exclude_modules"] = _TOWER  # whatever its modules' names end in
+    if beside := _beside(model):
+        others["exclude_modules"] = beside  # whatever its modules' names end in
     settings = _settings(model, config, suffixes, **others)
     settings.target_modules = suffixes  # peft made it a set, which has no order
     with tempfile.TemporaryDirectory() as scratch:

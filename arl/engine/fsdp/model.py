@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -51,7 +52,7 @@ from arl.engine.model_files import (
     local_directory,
     whole_class,
 )
-from arl.engine.trial import remembered, transformer_layers
+from arl.engine.trial import beside_decoder, remembered, transformer_layers
 from arl.engine.weights.distributed import spec_of, torch_dtype
 
 _SCORE = "score.weight"
@@ -83,7 +84,8 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     """Load a directory or, by name, a model of the hub. Raises ModelError.
 
     head value: a sequence-classification model of one label; a causal language model gets a new head of zeros. head
-    policy: a causal language model, which may see. The model is in evaluation mode, as dropout would make logprobs
+    policy: a causal language model, which may see; one whose images arl does not know is trained on texts, which leave
+    its tower as it is. The model is in evaluation mode, as dropout would make logprobs
     random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
@@ -91,20 +93,24 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "output_loading_info": True}
-    if (processor := image_processor(name)) is not None:
+    processor, kind = image_processor(name), whole_class(config)
+    if processor is not None or kind is AutoModelForImageTextToText:
         if head == "value":
             raise ModelError(
                 f"{name} sees images, and arl has no value head for such models; use an advantage estimator without a "
                 "critic, or train a model of texts"
             )
-        model, report = load_part(whole_class(config), name, "it", **options)
-        if (tower := vision_tower(model)) is not None:  # its patches see each other in both directions, image by image
+        model, report = load_part(kind, name, "it", **options)
+        if processor is None:
+            for part in beside_decoder(model).values():
+                part.requires_grad_(False)
+        elif (tower := vision_tower(model)) is not None:  # its patches see each other both ways, image by image
             tower.config._attn_implementation = VISION_ATTENTION
     elif head == "value":
         with _unreported():
             model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
     else:
-        model, report = load_part(whole_class(config), name, "it", **options)
+        model, report = load_part(kind, name, "it", **options)
     is_causal = any(architecture.endswith("ForCausalLM") for architecture in config.architectures or ())
     is_new_head = head == "value" and is_causal
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())

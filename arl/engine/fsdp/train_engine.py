@@ -43,10 +43,10 @@ from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_devic
 from arl.engine.fsdp.policy import Reference, local_shard, trained_parameters
 from arl.engine.fsdp.saving import EngineCheckpoints, RankSaving, fingerprints
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
-from arl.engine.fsdp.vision import NoImages, check_images, vision_tower
+from arl.engine.fsdp.vision import NoImages, check_images
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
-from arl.engine.trial import transformer_layers
+from arl.engine.trial import beside_decoder, transformer_layers
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),
@@ -102,10 +102,11 @@ class FSDPTrainEngine:
                     except ModelError as error:  # only a run that replays needs to know
                         self._cannot_replay = str(error)
                 if config.freeze_vision_tower:
-                    if (tower := vision_tower(loaded.model)) is None:
+                    if not (parts := beside_decoder(loaded.model)):
                         what = f"train.freeze_vision_tower is set, but {model} has no vision tower; leave it out"
                         raise ConfigError(what)
-                    tower.requires_grad_(False)
+                    for part in parts.values():
+                        part.requires_grad_(False)
                 adapters = Adapters(writer, model, config.lora, config.dtype, seed) if config.lora else None
                 self._policy = loaded.token_model()
                 shard(self._policy, mesh, config)

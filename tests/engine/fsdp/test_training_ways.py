@@ -36,7 +36,7 @@ def train_on_a_rank(rank: int, model: Path) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("family", "way"), [("qwen3_next", "mixed"), ("llama4_text", "apart")])
+@pytest.mark.parametrize(("family", "way"), [("qwen3_next", "mixed"), ("llama4_text", "apart"), ("gemma3", "packed")])
 def test_two_ranks_in_parts_with_activations_computed_twice_train_as_one_at_once(
     family: str, way: str, tmp_path: Path, pair: Ranks
 ):

@@ -10,12 +10,19 @@ import torch
 from decoder_families import reference_logits, write_family
 from embedded_server import server_process
 from loaders import Receiver, Servers, mirror_here
-from published import Trainee, client, request, trainee
+from published import Trainee, client, request, sequence, towards_advantage, trainee
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig
+from arl.api.settings.engines import (
+    DeltaWeightsConfig,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from arl.engine.fsdp.model import ModelWriter, load_model
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.local.runner import ModelRunner, StepInput
 from arl.engine.local.slot_attention import Chunk
 from arl.engine.local.weight_receiver import WeightsError, check_fit, read_directory
@@ -144,6 +151,21 @@ def test_a_layer_that_files_name_unlike_others_keeps_its_name_though_transformer
     written = rewritten(tmp_path / "model", tmp_path / "written")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama4", "qwen3_5"])
+def test_training_on_texts_leaves_a_tower_as_its_files_have_it(family: str, tmp_path: Path):
+    settings = TrainConfig(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    with closing(FSDPTrainEngine(write_family(family, tmp_path / "model"), settings)) as engine:
+        engine.train_batch([[sequence(range(20 * i, 20 * i + 20), seed=i) for i in range(3)]], towards_advantage)
+        engine.export(tmp_path / "written")
+    stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "written"))
+    assert written.keys() == stored.keys()
+    kept = {name for name, tensor in stored.items() if torch.equal(tensor, written[name])}
+    tower = {name for name in stored if ".visual." in name or "vision" in name or "multi_modal" in name}
+    assert tower
+    assert tower <= kept
+    assert not {name for name in stored.keys() - tower if name.endswith("q_proj.weight")} & kept
 
 
 def test_fields_of_a_config_that_transformers_translates_are_written_as_servers_read_them(tmp_path: Path):
