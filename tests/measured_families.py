@@ -48,16 +48,16 @@ class Measured:
     note: str = ""
     load_s: float = 0.0
     trial_s: float = 0.0
-    """What the first load of a model takes longer than the next."""
+    """What the first load of a model takes longer than the next, in seconds of one core."""
 
 
 def training(directory: Path) -> Measured:
     """A packed row of three sequences that share a prefix, and the gradient of its logprobs, weighted at random."""
-    began = time.perf_counter()
+    began = time.process_time()
     load_model(directory)
-    tried = time.perf_counter()
+    tried = time.process_time()
     loaded = load_model(directory)
-    load_s = time.perf_counter() - tried
+    load_s = time.process_time() - tried
     policy, batch, twin = loaded.token_model(), _row(), _twin(directory)
     logprobs = policy(batch).logprobs
     weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
